@@ -40,17 +40,19 @@ import logging
 import marshal
 import math
 import os
+import queue
 import random
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 import tomllib
 import urllib.request
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -83,12 +85,14 @@ MAX_PASSED = 32  # times that lighter calls may pass a waiting head
 MAX_MODELS = 1000  # models and circuits remembered; the least recently used goes first
 HEADER_LINE_BYTES = 64 * 1024  # aiohttp's 8,190 is less than real agents send
 IDLE_S = 4.0  # upstream keep-alive: llama.cpp closes after 5.0 s idle
+CALLER_S = 60.0  # an upload that stalls longer is ended
 DRAIN_S = 30.0  # what calls in flight get after SIGTERM
 HEALTH_EVERY_S, HEALTH_LIMIT_S = 2.0, 1.5
 BACKOFF_S = 0.3  # first retry; doubles, with as much again of random jitter on top
 LONGEST_RETRY_AFTER_S = 60.0  # beyond it the upstream's answer goes to the caller at once
-STALE_CONNECTION_S = 1.0  # a pooled connection that fails within this had been closed before
+STALE_CONNECTION_S = 0.1  # a pooled connection that fails within this had been closed before
 OUTPUT_TOKENS_UNLEARNED, TOKEN_S_UNLEARNED = 1024, 0.05
+MAX_JSON_ITEMS = 300_000  # a body of more passes, but is not joined; about 0.1 s to parse
 BLOB_TOKENS = 1500  # an image or other base64 block in a prompt; providers charge 85 to 1,600
 
 log = logging.getLogger("llmproxy")
@@ -108,9 +112,10 @@ class ConfigError(Exception):
 # code: status, OpenAI type, Anthropic type, x-should-retry
 ERRORS = {
     "invalid_header": (400, "invalid_request_error", "invalid_request_error", False),
-    "invalid_body": (400, "invalid_request_error", "invalid_request_error", False),
+    "invalid_request": (400, "invalid_request_error", "invalid_request_error", False),
     "invalid_api_key": (401, "invalid_request_error", "authentication_error", False),
     "forbidden_origin": (403, "invalid_request_error", "permission_error", False),
+    "caller_stalled": (408, "invalid_request_error", "invalid_request_error", False),
     "not_found": (404, "invalid_request_error", "not_found_error", False),
     "request_too_large": (413, "invalid_request_error", "request_too_large", False),
     "queue_full": (429, "rate_limit_error", "rate_limit_error", True),
@@ -141,8 +146,14 @@ class ProxyError(Exception):
         return not self.code.startswith("upstream_")
 
 
-class CallerGone(Exception):
-    """The caller hung up; nobody reads what we would answer."""
+def printable(text: str, limit: int = 80) -> str:
+    """Text from outside, safe for a log line or a terminal."""
+    text = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+class CallerGone(ConnectionError):
+    """The caller hung up, or was cut off; nobody reads what we would answer."""
 
 
 ###############################################################################
@@ -159,7 +170,7 @@ _BYTES = {
 
 
 def _number(text: str, units: Mapping[str, float], what: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in units:
         raise ValueError(f"wants {what}")
     return float(match[1]) * units[match[2]]
@@ -182,9 +193,15 @@ def count(text: str) -> int:
 
 
 def count_or_zero(text: str) -> int:
-    if not text.strip().isdecimal():
+    if not re.fullmatch(r"\s*\d{1,15}\s*", text, re.ASCII):
         raise ValueError("wants a whole number")
     return int(text)
+
+
+def host(text: str) -> str:
+    return (
+        text if re.fullmatch(r"[\w.:%-]{1,253}", text, re.ASCII) else _refuse("a host or address")
+    )
 
 
 def share_of_one(text: str) -> float:
@@ -202,9 +219,8 @@ def url(text: str) -> str:
         return text
     try:
         parsed = URL(text)
-        if parsed.scheme not in {"http", "https"} or not parsed.host or parsed.query_string:
-            raise ValueError
-        if parsed.user or parsed.password:
+        odd = parsed.query_string or parsed.fragment or parsed.user or parsed.password
+        if parsed.scheme not in {"http", "https"} or not parsed.host or odd or " " in text:
             raise ValueError
     except ValueError:
         raise ValueError(
@@ -261,7 +277,7 @@ class Settings:
         live=False,
         text="what to call; a path prefix is kept; 'mock:' starts an embedded stand-in provider",
     )
-    host: str = setting("127.0.0.1", str, "address", "listen address", live=False)
+    host: str = setting("127.0.0.1", host, "address", "listen address", live=False)
     port: int = setting(4000, port, "", "listen port; 0 picks one and prints it", live=False)
     timeout: float | str = setting(
         30.0,
@@ -353,10 +369,12 @@ class Settings:
         meta = SETTINGS[name].metadata
         try:
             values = [meta["parse"](text) for text in texts]
-            if not values or (len(values) > 1 and not meta["many"]):
+            if len(values) != 1 and not meta["many"]:
                 _refuse("one value")
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}, got {', '.join(texts) or 'nothing'}") from None
+            is_secret = name in ("admin_key", "upstream")  # a URL may hold a password
+            got = "" if is_secret else f", got {printable(', '.join(texts)) or 'nothing'}"
+            raise ConfigError(f"{where}: {error}{got}") from None
         setattr(self, name, values if meta["many"] else values[0])
         self.given[name] = where
 
@@ -414,9 +432,7 @@ def load_settings(
         ConfigError: one line that names the flag, or the file, line and key.
     """
     settings = Settings()
-    file = path or default_config_path(env)
-    if path or file.exists():
-        _load_file(settings, file)
+    _load_file(settings, path or default_config_path(env), is_optional=path is None)
     for name, item in SETTINGS.items():
         variable = f"LLMPROXY_{name.upper()}"
         if variable in env:
@@ -429,14 +445,17 @@ def load_settings(
     return settings
 
 
-def _load_file(settings: Settings, file: Path) -> None:
+def _load_file(settings: Settings, file: Path, is_optional: bool) -> None:
     try:
         text = file.read_text("utf-8")
         data = tomllib.loads(text)
     except OSError as error:
+        if is_optional and isinstance(error, FileNotFoundError):
+            return
         raise ConfigError(f"{file}: {error.strerror or error}; make it readable") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        why = printable(str(error)) or "nested too deeply"
+        raise ConfigError(f"{file}: not valid TOML: {why}") from None
 
     def where(key: str) -> str:
         pattern = re.compile(rf"^\s*(\[.*)?[\"']?{re.escape(key)}[\"']?\s*[\]=.]")
@@ -445,7 +464,9 @@ def _load_file(settings: Settings, file: Path) -> None:
 
     for key, value in data.items():
         name = key.replace("-", "_")
-        if name == "model" and isinstance(value, dict):
+        if name == "model":
+            if not isinstance(value, dict):
+                raise ConfigError(f'{where(key)}: wants a table like [model."gpt-*"]')
             settings.models = [_model_rule(glob, rule, where) for glob, rule in value.items()]
         elif name not in SETTINGS:
             known = [*map(flag_name, SETTINGS), "model"]
@@ -550,8 +571,11 @@ class Gate:
         circuit: Circuit | None = None,
         queue_size: int = 1000,
         timeout_s: float = 60.0,
+        is_again: bool = False,
     ) -> int:
         """Wait for a turn. Returns the weight that `leave` must be given back.
+
+        A call that comes back from its backoff (`is_again`) goes before those that never ran.
 
         Raises:
             ProxyError: queue_full, queue_timeout or what `reject` passes; nothing is held.
@@ -562,7 +586,7 @@ class Gate:
             self._charge(flow, start_tag, cost)
             self._virtual = start_tag
             return self._grant(weight)
-        full = len(self._queue) >= queue_size
+        full = len(self._queue) >= queue_size and not is_again
         if full or self.queued_bytes + size_bytes > QUEUED_BODIES_BYTES:
             what = f"{len(self._queue)} calls" if full else "the bodies that may wait"
             raise ProxyError(
@@ -570,7 +594,10 @@ class Gate:
                 f"the queue is full ({what}); raise --queue-size or send fewer calls at once",
                 retry_after_s=self.expected_wait_s(),
             )
-        self._charge(flow, start_tag, cost)
+        if is_again:
+            start_tag = -math.inf
+        else:
+            self._charge(flow, start_tag, cost)
         loop = asyncio.get_running_loop()
         self._order += 1
         waiter = _Waiter(loop.create_future(), start_tag, self._order, weight, size_bytes, circuit)
@@ -878,7 +905,7 @@ NO_USAGE, NO_TIME = Usage(), Timing()
 @dataclass(slots=True, eq=False)
 class _Follower:
     sink: Callable[[bytes], bool]
-    future: asyncio.Future[int]
+    future: asyncio.Future[tuple[int, int]]
 
 
 class Flight:
@@ -888,9 +915,9 @@ class Flight:
     nothing from the others (golang.org/x/sync/singleflight DoChan has the same rule). Its bytes
     are held once; every caller reads them from the beginning at its own pace.
 
-    Memory: up to FLIGHT_BYTES. A longer answer is `is_overgrown`: nobody joins it any more, it is
-    not kept, it is read only as fast as the fastest caller takes it, and a caller that lags
-    FLIGHT_WINDOW_BYTES behind is cut off.
+    Memory: the upstream is read at most FLIGHT_WINDOW_BYTES ahead of the fastest caller. Beyond
+    FLIGHT_BYTES an answer is `is_overgrown`: nobody joins it any more, it is not kept, and a
+    caller that lags FLIGHT_WINDOW_BYTES behind the fastest one is cut off.
     """
 
     task: asyncio.Task[None] | None = None
@@ -901,8 +928,11 @@ class Flight:
     size_bytes = 0
     read_bytes = 0  # by the fastest caller
     is_done = is_overgrown = False
+    has_failed = False  # its stream ended in an error event
     is_complete = False  # may be kept
     error: ProxyError | None = None  # with a head: broke off in mid-answer
+    attempt: Attempt | None = None
+    weight = 0  # what it holds of the gate
     upstream = ""
     usage = NO_USAGE
     extra = b""  # the usage event that callers do not see
@@ -931,19 +961,20 @@ class Flight:
 
     def push(self, chunk: bytes) -> None:
         """Append a chunk. Callers that keep up get it written here and now, without a wake-up."""
+        before = self.size_bytes
         self.chunks.append(chunk)
-        self.size_bytes += len(chunk)
-        if self.size_bytes > FLIGHT_BYTES:
-            self._trim()
-        behind = None
+        self.size_bytes = before + len(chunk)
+        behind = False
         for follower in self._followers:
             if follower.sink(chunk):
                 self.read_bytes = self.size_bytes
             else:  # its socket is full: it goes on at its own pace
-                behind = follower
-                self._release(follower, self.end - 1)
-        if behind is not None:
+                behind = True
+                self._release(follower, self.end - 1, before)
+        if behind:
             self._followers = [f for f in self._followers if not f.future.done()]
+        if self.size_bytes > FLIGHT_BYTES:
+            self._trim()
         if self._waiters:
             self._wake()
 
@@ -951,15 +982,24 @@ class Flight:
         self.error = error
         self.is_done = True
         for follower in self._followers:
-            self._release(follower, self.end)
+            self._release(follower, self.end, self.size_bytes)
         self._wake()
 
-    def body_from(self, index: int) -> bytes:
+    def slice_from(self, index: int) -> tuple[bytes, int]:
+        """Chunks from `index` on, about SLICE_BYTES of them, and the index behind them.
+
+        Raises:
+            CallerGone: they are no longer held; the caller lags too far behind.
+        """
         if index < self.first:
-            raise CallerGone  # too far behind an overgrown answer
-        if index == self.end - 1:
-            return self.chunks[-1]
-        return b"".join(self.chunks[index - self.first :])
+            raise CallerGone
+        start = stop = index - self.first
+        size = 0
+        while stop < len(self.chunks) and size < SLICE_BYTES:
+            size += len(self.chunks[stop])
+            stop += 1
+        parts = self.chunks[start:stop]
+        return (parts[0] if len(parts) == 1 else b"".join(parts)), self.first + stop
 
     def tail(self, size_bytes: int) -> bytes:
         """The last bytes that were pushed, at least `size_bytes` of them if there are."""
@@ -979,10 +1019,10 @@ class Flight:
         self._waiters.append(future)
         await future
 
-    async def follow(self, sink: Callable[[bytes], bool]) -> int:
+    async def follow(self, sink: Callable[[bytes], bool]) -> tuple[int, int]:
         """Have every further chunk given to `sink` until it refuses one or all is done.
 
-        Returns the index of the first chunk that it has not taken.
+        Returns the index of the first chunk that it has not taken, and the bytes before it.
         """
         follower = _Follower(sink, self._loop.create_future())
         self._followers.append(follower)
@@ -993,18 +1033,30 @@ class Flight:
                 self._followers.remove(follower)
 
     @staticmethod
-    def _release(follower: _Follower, index: int) -> None:
+    def _release(follower: _Follower, index: int, size_bytes: int) -> None:
         if not follower.future.done():
-            follower.future.set_result(index)
+            follower.future.set_result((index, size_bytes))
 
     def has_read(self, read_bytes: int) -> None:
         self.read_bytes = max(self.read_bytes, read_bytes)
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the upstream has to be held back: even the fastest caller is a window behind."""
+        ahead = self.size_bytes - self.read_bytes > FLIGHT_WINDOW_BYTES
+        return ahead and (self.callers > 0 or self.is_overgrown)
+
     async def room(self) -> None:
-        """Hold the upstream back while even the fastest caller is half a window behind."""
-        while self.callers and self.size_bytes - self.read_bytes > FLIGHT_WINDOW_BYTES // 2:
+        """Wait until the upstream may be read on.
+
+        Raises:
+            CallerGone: nobody reads, and what comes can no longer be kept.
+        """
+        while self.is_ahead:
+            if not self.callers:
+                raise CallerGone
             self._room = self._loop.create_future()
             await self._room
 
@@ -1019,10 +1071,14 @@ class Flight:
                 future.set_result(None)
 
     def _trim(self) -> None:
+        """Hold what the fastest caller has yet to read, and a window before it for the others."""
         self.is_overgrown = True
-        held = sum(map(len, self.chunks))
-        while len(self.chunks) > 1 and held > FLIGHT_WINDOW_BYTES:
-            held -= len(self.chunks.pop(0))
+        before = self.size_bytes - sum(map(len, self.chunks))
+        while len(self.chunks) > 1:
+            before += len(self.chunks[0])
+            if before > self.read_bytes - FLIGHT_WINDOW_BYTES:
+                break
+            del self.chunks[0]
             self.first += 1
 
 
@@ -1194,7 +1250,7 @@ OWN_HEADERS = {"x-llmproxy-priority", "x-llmproxy-retry", "x-llmproxy-task"}
 NOT_SENT_UPSTREAM = (
     HOP_BY_HOP | OWN_HEADERS | {"host", "content-length", "expect", "origin", "x-request-id"}
 )
-CREDENTIALS = ("authorization", "x-api-key", "api-key", "cookie")
+CREDENTIALS = ("authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
 ANSWER_CHANGING = (
     "anthropic-version", "anthropic-beta", "openai-organization", "openai-project", "openai-beta"
 )  # fmt: skip
@@ -1203,7 +1259,7 @@ NOT_KEPT = frozenset(("set-cookie", "age", "retry-after"))
 CORS = re.compile(r"access-control-.*", re.IGNORECASE)
 EVENT_END = re.compile(rb"\n\r?\n|\r\r")
 LINE_END = re.compile(r"\r\n|\n|\r")
-NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+HAS_USAGE = re.compile(rb'"usage"\s*:\s*(?:[\r\n]+data: ?)?\{')
 # A 400 that means "I do not know stream_options", as vLLM, Mistral, TGI and older gateways say it.
 FIELD_REFUSED = re.compile(
     rb"stream_options|include_usage|(?:unknown|unrecogni[sz]ed|unexpected|unsupported|extra|"
@@ -1216,7 +1272,7 @@ FIELD_REFUSED = re.compile(
 class Route:
     """A route whose calls can be joined.
 
-    `ends`: what the last events of a complete stream hold, or None where there are no streams.
+    `ends`: what the last events of a whole stream hold, where it is not `[DONE]`.
     """
 
     dialect: str = "openai"
@@ -1225,16 +1281,19 @@ class Route:
     ends: re.Pattern[bytes] | None = None
 
 
-_OPENAI_END = re.compile(rb'data: ?\[DONE\]|"finish_reason"\s*:\s*"')
-_NATIVE_END = re.compile(rb'"stop"\s*:\s*true|data: ?\[DONE\]')
+_DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]")
+_FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+_STOP = re.compile(rb'"stop"\s*:\s*true')
+_RESPONSE_END = re.compile(rb'"response\.(?:completed|incomplete)"')
+_MESSAGE_END = re.compile(rb'"message_stop"')
 ROUTES = {
-    "chat/completions": Route(takes_usage=True, ends=_OPENAI_END),
-    "completions": Route(takes_usage=True, ends=_OPENAI_END),
-    "responses": Route(ends=re.compile(rb'"response\.(?:completed|incomplete)"')),
-    "messages": Route("anthropic", ends=re.compile(rb'"message_stop"')),
+    "chat/completions": Route(takes_usage=True, ends=_FINISH),
+    "completions": Route(takes_usage=True, ends=_FINISH),
+    "responses": Route(ends=_RESPONSE_END),
+    "messages": Route("anthropic", ends=_MESSAGE_END),
     "messages/count_tokens": Route("anthropic", is_free=True),
-    "completion": Route(ends=_NATIVE_END),
-    "infill": Route(ends=_NATIVE_END),
+    "completion": Route(ends=_STOP),
+    "infill": Route(ends=_STOP),
     "embeddings": Route(),
     "embedding": Route(),
     "rerank": Route(),
@@ -1258,6 +1317,9 @@ def is_readable(low: Mapping[str, str]) -> bool:
     """Whether a body may be JSON that we can read; like llama.cpp we take it under any name."""
     is_coded = low.get("content-encoding", "identity") != "identity"
     return not is_coded and not low.get("content-type", "").startswith("multipart/")
+
+
+_JSON = json.JSONDecoder()
 
 
 class Canonical:
@@ -1292,6 +1354,9 @@ class Canonical:
 
 def parse_json(body: bytes) -> tuple[dict[str, Any], Canonical] | None:
     """A JSON object and its canonical form; None for all else, hostile nesting included."""
+    structure = body.count(b"{") + body.count(b"[") + body.count(b",")
+    if structure > MAX_JSON_ITEMS:  # seconds of parsing, in which nobody else is served
+        return None
     try:
         doc = json.loads(body)
         return (doc, Canonical(doc)) if isinstance(doc, dict) else None
@@ -1299,13 +1364,22 @@ def parse_json(body: bytes) -> tuple[dict[str, Any], Canonical] | None:
         return None
 
 
-def ask_for_usage(body: bytes, doc: Mapping[str, Any]) -> bytes:
-    """The body with stream_options.include_usage; spliced in, so the rest stays byte for byte."""
+def ask_for_usage(body: bytes, doc: Mapping[str, Any]) -> bytes | None:
+    """The body with stream_options.include_usage, all else byte for byte; None if not possible."""
     end = len(body.rstrip()) - 1
-    if "stream_options" not in doc and body[end : end + 1] == b"}" and b"\0" not in body[:4]:
+    if b"\0" in body[:4] or body[end : end + 1] != b"}":
+        return None  # not UTF-8
+    if "stream_options" not in doc:
         return body[:end] + b',"stream_options":{"include_usage":true}' + body[end:]
-    options = {**(doc.get("stream_options") or {}), "include_usage": True}
-    return json.dumps({**doc, "stream_options": options}).encode()
+    options = doc["stream_options"]
+    found = list(re.finditer(rb'"stream_options"\s*:\s*', body))
+    if len(found) != 1 or not (options is None or isinstance(options, dict)):
+        return None
+    start = found[0].end()
+    text = body[start:].decode("utf-8", "surrogateescape")
+    _, length = _JSON.raw_decode(text)
+    rest = text[length:].encode("utf-8", "surrogateescape")
+    return body[:start] + json.dumps({**(options or {}), "include_usage": True}).encode() + rest
 
 
 def reports_usage(doc: Mapping[str, Any]) -> bool:
@@ -1336,6 +1410,12 @@ def first_event(data: bytes) -> bytes | None:
     return data[: match.end()] if match else None
 
 
+def last_event_end(data: bytes) -> int:
+    """Where the last whole event ends; 0 where none does."""
+    ends = ((data.rfind(mark), len(mark)) for mark in (b"\n\n", b"\n\r\n", b"\r\r"))
+    return max((at + length for at, length in ends if at >= 0), default=0)
+
+
 def stream_error(event: bytes) -> tuple[int, bytes] | None:
     """Status and JSON of an error that a stream's event carries, in either dialect."""
     if b"error" not in event:
@@ -1344,6 +1424,8 @@ def stream_error(event: bytes) -> tuple[int, bytes] | None:
     with contextlib.suppress(ValueError, RecursionError):
         doc = json.loads(data)
         error = doc.get("error") if isinstance(doc, dict) else None
+        if error is None and isinstance(doc, dict) and doc.get("type") == "error":
+            error = doc  # OpenAI's responses route
         if error:
             return _error_status(error if isinstance(error, dict) else {}), data.encode()
     return None
@@ -1365,41 +1447,60 @@ def _error_status(error: dict[str, Any]) -> int:
     return _ANTHROPIC_STATUS.get(str(error.get("type")), 500)
 
 
-class UsageTaker:
-    """Takes the usage chunk that we asked for out of an OpenAI stream.
+class Events:
+    """Passes whole SSE events on as they came, and takes out the usage chunk that we asked for.
 
-    Whole events pass as they came; only the unfinished end of one is held until it is whole, as
-    it might be the one to take out.
+    The unfinished end of an event is held until it is whole: it might be the one to take out,
+    and where the upstream breaks off, half an event would hide our error event from the SDKs.
+    An event beyond SLICE_BYTES passes in pieces.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, takes_usage: bool) -> None:
+        self.takes_usage = takes_usage
         self.taken = b""
-        self._held = b""
+        self._held: list[bytes] = []
+        self._held_bytes = 0
 
     def feed(self, chunk: bytes) -> bytes:
-        data = self._held + chunk if self._held else chunk
-        if data.endswith(b"\n\n"):
-            self._held = b""
-        else:
-            end = max((m.end() for m in EVENT_END.finditer(data)), default=0)
-            data, self._held = data[:end], data[end:]
-        return self._take(data) if b'"usage"' in data and NO_CHOICES.search(data) else data
+        if not self._held and chunk.endswith(b"\n\n"):
+            return self._take(chunk) if self.takes_usage else chunk
+        seam = self._held[-1][-3:] if self._held else b""  # an end may lie across two chunks
+        end = last_event_end(seam + chunk)
+        if not end and self._held_bytes + len(chunk) <= SLICE_BYTES:
+            self._held.append(chunk)
+            self._held_bytes += len(chunk)
+            return b""
+        data = b"".join([*self._held, chunk])
+        cut = len(data) - len(chunk) - len(seam) + end if end else len(data)
+        self._held, self._held_bytes = [], 0
+        if cut < len(data):
+            self._held, self._held_bytes = [data[cut:]], len(data) - cut
+        return self._take(data[:cut]) if self.takes_usage else data[:cut]
 
     def rest(self) -> bytes:
-        """What an upstream that broke off had begun."""
-        held, self._held = self._held, b""
-        return held
+        """What a stream that ended without a blank line still had to say."""
+        data, self._held, self._held_bytes = b"".join(self._held), [], 0
+        return self._take(data) if self.takes_usage else data
 
     def _take(self, data: bytes) -> bytes:
+        if not HAS_USAGE.search(data):
+            return data
         out, start = [], 0
-        for match in EVENT_END.finditer(data):
-            event = data[start : match.end()]
-            start = match.end()
-            if NO_CHOICES.search(event) and _usage_of(event_data(event)):
+        for end in [*(match.end() for match in EVENT_END.finditer(data)), len(data)]:
+            event, start = data[start:end], end
+            if HAS_USAGE.search(event) and self._is_extra(event):
                 self.taken = event
             else:
                 out.append(event)
-        return b"".join(out) + data[start:]
+        return b"".join(out)
+
+    @staticmethod
+    def _is_extra(event: bytes) -> bool:
+        with contextlib.suppress(ValueError, RecursionError):
+            doc = json.loads(event_data(event))
+            is_openai = isinstance(doc, dict) and "type" not in doc
+            return bool(is_openai and doc.get("usage") and not doc.get("choices"))
+        return False
 
 
 def read_usage(body: bytes, is_stream: bool) -> Usage | None:
@@ -1436,8 +1537,7 @@ def _plain_usage(body: bytes) -> Usage | None:
     return _usage_of(body.decode("utf-8", "replace"))
 
 
-_JSON = json.JSONDecoder()
-USAGE_MARK = re.compile(rb'"usage"|"timings"|"tokens_predicted"')
+USAGE_MARK = re.compile(rb'"usage"\s*:\s*[^n\s]|"timings"|"tokens_predicted"')
 
 
 def _usage_of(text: str) -> Usage | None:
@@ -1571,17 +1671,11 @@ def host_name(host: str) -> str:
     return re.sub(r":\d+$", "", host).lower()
 
 
-def join_url(base: str, raw_path: str) -> URL:
-    """The upstream's URL; /v1 at the base's end and the path's start make one."""
-    if base.endswith("/v1") and (raw_path.startswith("/v1/") or raw_path == "/v1"):
+def join_path(base: str, raw_path: str) -> str:
+    """The upstream's target; /v1 at the base's end and the path's start make one."""
+    if base.endswith("/v1") and re.match(r"/v1(?![^/?])", raw_path):
         base = base[:-3]
-    return URL(base + raw_path, encoded=True)
-
-
-def printable(text: str, limit: int = 80) -> str:
-    """Text from outside, safe for a log line or a terminal."""
-    text = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return base + raw_path
 
 
 ###############################################################################
@@ -1639,14 +1733,17 @@ class Plan:
     body: bytes
     first_s: float  # silence allowed before the first byte
     silence_s: float  # and between two
-    taker: UsageTaker | None = None
+    asks_usage: bool = False
 
 
 class Watchdog:
     """Cancels the current task after silence, with one timer per attempt, none per chunk.
 
-    `limit_s` may be changed at any time; on expiry the `with` raises TimeoutError.
+    `limit_s` may be changed at any time; on expiry the `with` raises TimeoutError. While
+    `is_paused`, it is we who wait for a caller, and that is no silence of the upstream.
     """
+
+    is_paused = False
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, limit_s: float, total_s: float | None = None
@@ -1666,6 +1763,13 @@ class Watchdog:
     def heard(self) -> None:
         self.heard_at = self._loop.time()
 
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.heard()
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._timer.cancel()
         if self._expired and self._task.uncancel() <= self._cancelling:
@@ -1676,6 +1780,8 @@ class Watchdog:
         return min(self.heard_at + self.limit_s, self._deadline)
 
     def _fire(self) -> None:
+        if self.is_paused:
+            self.heard()
         if self._loop.time() >= self._due():
             self._expired = True
             self._task.cancel()
@@ -1683,12 +1789,19 @@ class Watchdog:
             self._timer = self._loop.call_at(self._due(), self._fire)
 
 
+def head_bytes(line: str, headers: Headers) -> bytes:
+    """A message's head; bytes that are not UTF-8 come out as they came in."""
+    fields = [f"\r\n{name}: {value}" for name, value in headers.items()]
+    return "".join([line, *fields, "\r\n\r\n"]).encode("utf-8", "surrogateescape")
+
+
 class _Request(aiohttp.ClientRequest):
-    """Sends exactly the headers it is given, and a body in memory in the same write.
+    """Sends exactly the target and headers it is given, a body in memory in the same write.
 
     aiohttp would add headers of its own and write every body from a task of its own.
     """
 
+    target = ""
     whole = b""
 
     def update_headers(self, headers: Any) -> None:
@@ -1701,11 +1814,8 @@ class _Request(aiohttp.ClientRequest):
         if self.body:
             return await super().send(conn)
         writer = StreamWriter(conn.protocol, self.loop)
-        is_plain_proxied = self.proxy is not None and not self.is_ssl()
-        target = str(self.url) if is_plain_proxied else self.url.raw_path_qs
-        await writer.write_headers(f"{self.method} {target} HTTP/1.1", self.headers)
-        await writer.write(self.whole, drain=False)
-        writer.set_eof()
+        head = head_bytes(f"{self.method} {self.target} HTTP/1.1", self.headers)
+        await writer.write(head + self.whole, drain=False)
         return aiohttp.ClientResponse(
             self.method, self.url, writer=None, continue100=None, timer=TimerNoop(),
             request_info=self.request_info, traces=[], loop=self.loop, session=None,  # type: ignore[arg-type]
@@ -1741,12 +1851,13 @@ class Upstream:
         self.slots: int | None = None
         self.is_reachable: bool | None = None
         self.is_loading = False
-        self.checked_s = 0.0  # how long the last health check took
-        self.refuses_usage: set[str] = set()  # paths that answer 400 to stream_options
+        self.checked_at = self.checked_s = 0.0  # when the last health check ended, how long it took
+        self.usage_known: dict[str, bool] = {}  # by path: takes stream_options.include_usage
         self._settings = settings
         self._health_path = "/health"
         self._check: asyncio.Task[bool] | None = None
-        self._urls: Memo[URL] = Memo(lambda raw_path: join_url(base, raw_path))
+        self._urls: Memo[URL] = Memo(lambda raw_path: URL(join_path(base, raw_path), encoded=True))
+        self._base_path = URL(base).raw_path.rstrip("/")
         self._host = URL(base).host_port_subcomponent or ""
         host = URL(base).host or ""
         self._proxy: URL | None = None
@@ -1788,19 +1899,13 @@ class Upstream:
             aiohttp.ClientError, OSError: `explain` says what they mean.
         """
         headers["Host"] = self._host
-        if isinstance(body, bytes):
-            headers["Content-Length"] = str(len(body))
         is_stream = body is not None and not isinstance(body, bytes)
+        if isinstance(body, bytes) and (body or method not in ("GET", "HEAD", "OPTIONS")):
+            headers["Content-Length"] = str(len(body))
+        limit = _connect_limit(self._settings.connect_timeout)
+        connector = self._single if is_stream else self._pool
         while True:
-            data: Any = body if is_stream else None
-            if isinstance(body, bytes) and len(body) > FLIGHT_WINDOW_BYTES:
-                data = _slices(body)
-            request = _Request(
-                method, self._urls[raw_path], headers=headers, data=data, loop=self._loop,
-                proxy=self._proxy,
-            )  # fmt: skip
-            connector = self._single if is_stream else self._pool
-            limit = _connect_limit(self._settings.connect_timeout)
+            request = self._request(method, raw_path, headers, body)
             try:
                 connection = await connector.connect(request, traces=[], timeout=limit)
             except TimeoutError as error:
@@ -1813,14 +1918,31 @@ class Upstream:
             self.is_reachable = True
             protocol = cast(Any, connection.protocol)
             is_used, protocol.llmproxy_used = hasattr(protocol, "llmproxy_used"), True
+            if is_used and protocol.should_close:  # something came that nobody had asked for
+                connection.close()
+                continue
             sent_at = time.monotonic()
             try:
-                if isinstance(body, bytes) and data is None:
-                    request.whole = body
                 return await self._exchange(request, connection)
             except (aiohttp.ServerDisconnectedError, ConnectionError):
                 if not is_used or time.monotonic() - sent_at > STALE_CONNECTION_S:
                     raise
+                connector = self._single  # once, and surely on a fresh one
+
+    def _request(self, method: str, raw_path: str, headers: Headers, body: Any) -> _Request:
+        data = body
+        if isinstance(body, bytes):
+            data = _slices(body) if len(body) > FLIGHT_WINDOW_BYTES else None
+        request = _Request(
+            method, self._urls[raw_path], headers=headers, data=data, loop=self._loop,
+            proxy=self._proxy,
+        )  # fmt: skip
+        if isinstance(body, bytes) and data is None:
+            request.whole = body
+        is_plain_proxied = self._proxy is not None and not request.is_ssl()
+        origin = f"{request.url.scheme}://{self._host}" if is_plain_proxied else ""
+        request.target = origin + join_path(self._base_path, raw_path)
+        return request
 
     async def _exchange(self, request: _Request, connection: Any) -> aiohttp.ClientResponse:
         try:
@@ -1882,8 +2004,12 @@ class Upstream:
                 head = head_of(response)
                 receive = self._stream if head.is_stream and head.status == 200 else self._gather
                 return await receive(flight, head, response, watchdog, plan)
+        except CallerGone:
+            raise
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             explained = self.explain(error)
+            if response is not None and explained.code == "upstream_unreachable":
+                explained = self.explain(aiohttp.ClientPayloadError())
             if flight.head is not None:
                 raise explained from None
             is_refused = isinstance(error, aiohttp.ClientConnectorError)
@@ -1906,15 +2032,14 @@ class Upstream:
             chunk = await content.readany()
             watchdog.heard()
             watchdog.limit_s = plan.silence_s
-            if flight.head is not None:
-                flight.push(chunk)
-                await flight.room()
-                continue
-            chunks.append(chunk)
-            held += len(chunk)
-            if held > FLIGHT_BYTES:  # too long to hold: commit, and pass it on as it comes
-                flight.begin(head)
-                flight.push(b"".join(chunks))
+            if flight.head is None:
+                chunks.append(chunk)
+                held += len(chunk)
+                if held <= FLIGHT_BYTES:
+                    continue
+                flight.begin(head)  # too long to hold: commit, and pass it on as it comes
+                chunk = b"".join(chunks)
+            await self._push(flight, chunk, watchdog)
         if flight.head is not None:
             return None
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -1928,60 +2053,77 @@ class Upstream:
         flight.is_complete = True
         return None
 
+    @staticmethod
+    async def _push(flight: Flight, chunk: bytes, watchdog: Watchdog) -> None:
+        if chunk:
+            flight.push(chunk)
+            if flight.is_ahead:
+                watchdog.pause()
+                await flight.room()
+                watchdog.resume()
+
     async def _stream(
         self, flight: Flight, head: Head, response: aiohttp.ClientResponse,
         watchdog: Watchdog, plan: Plan,
     ) -> Failure | None:  # fmt: skip
         content = response.content
+        is_coded = "Content-Encoding" in head.headers
         begun, event = b"", None
-        while not content.at_eof():
+        while not (content.at_eof() or is_coded or event or len(begun) > SLICE_BYTES):
             begun += await content.readany()
             watchdog.heard()
             event = first_event(begun)
-            if event is not None or len(begun) > SLICE_BYTES:
-                break
         if event is not None and (found := stream_error(event)) is not None:
             return await self._failed_stream(head, begun, found, content)
-        # Without a length or a last chunk, only the stream itself can tell that it is whole.
-        may_be_cut = _ends_with_connection(response)
-        if event is None and may_be_cut and len(begun) <= SLICE_BYTES:
-            raise aiohttp.ClientPayloadError
         watchdog.limit_s = plan.silence_s
+        # It may change length on the way, by the usage chunk or by our error event.
+        head.headers.popall("Content-Length", None)
+        events = None if is_coded else Events(plan.asks_usage)
         flight.begin(head)
-        taker = plan.taker
-        if begun := taker.feed(begun) if taker else begun:
-            flight.push(begun)
         try:
+            await self._push(flight, events.feed(begun) if events else begun, watchdog)
             while not content.at_eof():
                 chunk = await content.readany()
                 watchdog.heard()
-                if taker is not None and not (chunk := taker.feed(chunk)):
-                    continue
-                flight.push(chunk)
-                if flight.is_overgrown:
-                    await flight.room()
+                if events is not None:
+                    chunk = events.feed(chunk)
+                await self._push(flight, chunk, watchdog)
+            if events is not None:
+                await self._push(flight, events.rest(), watchdog)
+        except (aiohttp.ClientError, OSError):
+            if not self._is_whole(flight, head):  # else only the last chunk was missing
+                raise
         finally:
-            if taker is not None and (rest := taker.rest()):
-                flight.push(rest)
-        self._judge_end(flight, may_be_cut)
+            flight.extra = events.taken if events else b""
+        # Without a length or a last chunk, only the stream itself can tell that it is whole.
+        flight.is_complete = self._is_whole(flight, head)
+        if not flight.is_complete and not flight.has_failed and flight.size_bytes:
+            if _ends_with_connection(response):
+                raise aiohttp.ClientPayloadError
         return None
 
-    def _judge_end(self, flight: Flight, may_be_cut: bool) -> None:
-        """Whether a stream that ended is whole, may be kept, or is known to have been cut."""
-        tail = flight.tail(SLICE_BYTES)
-        route = flight.leader.route
-        is_ended = route is not None and route.ends is not None and bool(route.ends.search(tail))
-        if may_be_cut and not is_ended:
-            raise aiohttp.ClientPayloadError
-        has_failed = any(stream_error(event) for event in EVENT_END.split(tail)[-4:])
-        flight.is_complete = is_ended and not has_failed
+    @staticmethod
+    def _is_whole(flight: Flight, head: Head) -> bool:
+        """Whether a stream has said that it is at its end, and not with an error."""
+        call = flight.leader
+        tail = decoded(flight.tail(SLICE_BYTES), head.headers)
+        flight.has_failed = any(map(stream_error, EVENT_END.split(tail)))
+        if flight.has_failed or call.route is None:
+            return False
+        ends = call.route.ends
+        count = call.doc.get("n") if ends is _FINISH else 1
+        wanted = count if type(count) is int else 1
+        return bool(_DONE.search(tail)) or (ends is not None and len(ends.findall(tail)) >= wanted)
 
     async def _failed_stream(
         self, head: Head, begun: bytes, found: tuple[int, bytes], content: aiohttp.StreamReader
     ) -> Failure:
         """A stream that begins with an error: that error, with all that came as its answer."""
-        while not content.at_eof() and len(begun) <= FLIGHT_BYTES:
-            begun += await content.readany()
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            async with asyncio.timeout(1.0):
+                while not content.at_eof() and len(begun) <= SLICE_BYTES:
+                    begun += await content.readany()
+        head.headers.popall("Content-Length", None)
         status, error = found
         failure = judge(Head(status, "", head.headers), error, time.time())
         assert failure is not None
@@ -1990,10 +2132,11 @@ class Upstream:
 
     async def is_alive(self, limit_s: float = HEALTH_LIMIT_S) -> bool:
         """Ask for health, free of charge; callers at the same time share one question."""
-        if self._check is None or self._check.done():
-            self._check = asyncio.create_task(self._ask_health())
-        done, _ = await asyncio.wait([self._check], timeout=limit_s)
-        return bool(done) and not self._check.cancelled() and self._check.result()
+        check = self._check
+        if check is None or check.done():
+            check = self._check = self._loop.create_task(self._ask_health())
+        done, _ = await asyncio.wait([check], timeout=limit_s)
+        return bool(done) and not check.cancelled() and check.result()
 
     async def _ask_health(self) -> bool:
         started_at = time.monotonic()
@@ -2006,7 +2149,8 @@ class Upstream:
         except (aiohttp.ClientError, OSError, ValueError):
             return False
         finally:
-            self.checked_s = time.monotonic() - started_at
+            self.checked_at = time.monotonic()
+            self.checked_s = self.checked_at - started_at
         self.is_loading = status == 503 and self.is_loading
         return status < 300 or status in (401, 403)
 
@@ -2056,7 +2200,8 @@ def _connect_limit(limit_s: float) -> aiohttp.ClientTimeout:
 
 def head_of(response: aiohttp.ClientResponse) -> Head:
     headers = response.headers
-    kept = end_to_end(headers.items(), headers.get("Connection"), HOP_BY_HOP)
+    connection = ", ".join(headers.getall("Connection", ()))
+    kept = end_to_end(headers.items(), connection, HOP_BY_HOP)
     return Head(response.status, response.reason or "", kept)
 
 
@@ -2066,7 +2211,8 @@ def _ends_with_connection(response: aiohttp.ClientResponse) -> bool:
 
 
 def _is_whole_json(head: Head, body: bytes) -> bool:
-    if head.status in (204, 304) or "json" not in head.headers.get("Content-Type", ""):
+    kind = head.headers.get("Content-Type", "").partition(";")[0].strip()
+    if not body or kind != "application/json" or "Content-Encoding" in head.headers:
         return True
     try:
         json.loads(body)
@@ -2087,6 +2233,7 @@ async def _slices(body: bytes) -> AsyncIterator[bytes]:
 
 _TRACE = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+ADMIN = "/_llmproxy/"
 FATES = ("miss", "joined", "hit", "stale", "bypass", "rejected")
 
 
@@ -2119,12 +2266,13 @@ class Call:
     def __init__(self, request: web.BaseRequest, now: float) -> None:
         self.method = request.method
         self.started_at = now
-        raw_path = request.raw_path
+        raw_path, authority = request.raw_path, ""
         if not raw_path.startswith("/"):  # absolute form, RFC 9112 3.2.2, or OPTIONS *
-            raw_path = "/" + raw_path.partition("://")[2].partition("/")[2]
+            authority, slash, rest = raw_path.partition("://")[2].partition("/")
+            raw_path = "/" + rest if slash else "/"
         self.raw_path = raw_path
-        # Decoded and without the query: what routes are matched on, and safe to log.
-        self.path = request.path if "%" in raw_path else raw_path.partition("?")[0]
+        self.path = raw_path.partition("?")[0]  # without the query, still encoded: safe to log
+        path = request.path if "%" in self.path else self.path
         low: dict[str, str] = {}
         sent: list[tuple[str, str]] = []
         for name, value in request.headers.items():
@@ -2132,14 +2280,17 @@ class Call:
             low[lower] = value if lower not in low else f"{low[lower]}, {value}"
             if lower not in NOT_SENT_UPSTREAM:
                 sent.append((name, value))
+        if authority:
+            low["host"] = authority
         self.low, self.sent = low, sent
+        self.is_admin = path.startswith(ADMIN)
         self.origin = low.get("origin")
         trace = low.get("x-request-id", "")
         if not _TRACE.fullmatch(trace):
             parent = _TRACEPARENT.fullmatch(low.get("traceparent", ""))
-            trace = parent[1] if parent else f"{random.getrandbits(128):032x}"
+            trace = parent[1] if parent else new_trace()
         self.trace = trace
-        self.route = route = find_route(self.method, self.path)
+        self.route = route = find_route(self.method, path)
         if route is not None:
             self.dialect = route.dialect
         elif "anthropic-version" in low:
@@ -2163,6 +2314,10 @@ class Call:
     def let_go(self) -> None:
         """Nothing large outlives the call."""
         self.body, self.doc, self.low, self.sent = b"", {}, {}, []
+
+
+def new_trace() -> str:
+    return f"{random.getrandbits(128):032x}"
 
 
 class Counters:
@@ -2243,8 +2398,6 @@ def _percentiles_ms(values_s: Iterable[float]) -> dict[str, float]:
 ###############################################################################
 # Rule: the way of a request. The only place that turns errors into responses.
 
-ADMIN = "/_llmproxy/"
-
 
 class Reply(web.StreamResponse):
     """A response with exactly the head we were given: nothing invented, nothing normalised.
@@ -2283,7 +2436,6 @@ class Reply(web.StreamResponse):
                 headers["Content-Length"] = str(len(self._whole))
             elif version >= (1, 1):
                 headers["Transfer-Encoding"] = "chunked"
-                writer.enable_chunking()
                 self._is_chunked = True
             else:
                 self._is_closing = True
@@ -2291,20 +2443,29 @@ class Reply(web.StreamResponse):
             headers["Connection"] = "close"
         elif version < (1, 1):
             headers["Connection"] = "keep-alive"
-        line = f"HTTP/{version[0]}.{version[1]} {status} {self.head.reason}"
-        await writer.write_headers(line, headers)
-        if self._whole is None:
-            writer.send_headers()
+        head = head_bytes(f"HTTP/{version[0]}.{version[1]} {status} {self.head.reason}", headers)
+        if self._whole is not None and len(self._whole) <= SLICE_BYTES:  # one write for both
+            head, self._whole = head + (b"" if self._is_bodiless else self._whole), b""
+        # As a body that is not chunked, since aiohttp's own writer of heads takes UTF-8 only.
+        await self._to_caller(writer.write(head))
+        if self._is_chunked:
+            writer.enable_chunking()
         return writer
 
     async def write(self, data: bytes) -> None:  # type: ignore[override]
         if self._is_bodiless:
             return
         if len(data) <= SLICE_BYTES:
-            await self._writer.write(data)
-            return
+            return await self._to_caller(self._writer.write(data))
         async for part in _slices(data):  # so that a slow caller holds one slice, not the whole
-            await self._writer.write(part)
+            await self._to_caller(self._writer.write(part))
+
+    @staticmethod
+    async def _to_caller(writing: Awaitable[None]) -> None:
+        try:
+            await writing
+        except ConnectionError:
+            raise CallerGone from None
 
     def write_now(self, data: bytes) -> bool:
         """Write if the caller's socket takes it; False where `write` would have to wait."""
@@ -2325,7 +2486,7 @@ class Reply(web.StreamResponse):
         if len(body) > SLICE_BYTES:
             await self.write(body)
             body = b""
-        await self._writer.write_eof(body)
+        await self._to_caller(self._writer.write_eof(body))
 
     def abort(self, request: web.BaseRequest) -> None:
         """Break the connection, so that the caller cannot take what came for the whole."""
@@ -2342,20 +2503,29 @@ class _Gone(web.StreamResponse):
 
 
 class Upload:
-    """A request body on its way through, counted."""
+    """A request body on its way through, counted. Its caller's silence is not the upstream's."""
 
     def __init__(self, request: web.BaseRequest, limit_bytes: int) -> None:
         self._request, self._limit_bytes = request, limit_bytes
-        self.is_too_large = False
+        self.error: ProxyError | None = None
 
     async def chunks(self, watchdog: Watchdog) -> AsyncIterator[bytes]:
         sent_bytes = 0
-        async for chunk in self._request.content.iter_any():
+        content = self._request.content
+        while not content.at_eof():
+            watchdog.pause()
+            try:
+                async with asyncio.timeout(CALLER_S):
+                    chunk = await content.readany()
+            except TimeoutError:
+                self.error = ProxyError("caller_stalled", f"no byte of the body for {CALLER_S:g} s")
+                raise ConnectionAbortedError from None
+            finally:
+                watchdog.resume()
             sent_bytes += len(chunk)
             if sent_bytes > self._limit_bytes:
-                self.is_too_large = True
+                self.error = _too_large(self._limit_bytes)
                 raise ConnectionAbortedError
-            watchdog.heard()
             yield chunk
 
 
@@ -2439,7 +2609,7 @@ class Gateway:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         call = Call(request, self.clock())
-        if call.path.startswith(ADMIN):
+        if call.is_admin:
             return self._admin(call, request)
         self.open_calls += 1
         self.counters.requests += 1
@@ -2462,7 +2632,13 @@ class Gateway:
             return await self._serve(call, *found, "hit", request)
         except ProxyError as error:
             return self._refuse(call, error)
-        except (CallerGone, ConnectionError):
+        except ConnectionError:
+            transport = request.transport
+            if (
+                transport is not None and not transport.is_closing()
+            ):  # cut off, too far behind an overgrown answer
+                call.code = "caller_too_slow"
+                transport.abort()
             call.status = call.status or 499
             return _Gone()
         except asyncio.CancelledError:
@@ -2493,9 +2669,10 @@ class Gateway:
         if "cache-control" in call.low:
             call.directives = cache_control(call.low["cache-control"])
 
-    def _check_host(self, call: Call) -> None:
+    def _check_host(self, call: Call, is_admin: bool = False) -> None:
         host = call.low.get("host", "localhost")
-        if is_loopback(self.settings.host) and not is_loopback(host):
+        is_local = is_loopback(self.settings.host) or (is_admin and not self.settings.admin_key)
+        if is_local and not is_loopback(host):
             if host_name(host) not in (name.lower() for name in self.settings.allow_host):
                 raise ProxyError(
                     "forbidden_origin",
@@ -2525,28 +2702,30 @@ class Gateway:
 
     async def _read(self, call: Call, request: web.BaseRequest) -> bytes:
         self._expect(call, request)
+        chunks: list[bytes] = []
+        left = self.settings.max_body
+        content = request.content
         try:
-            return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise self._too_large() from None
+            while not content.at_eof():
+                chunk = await content.readany()
+                left -= len(chunk)
+                if left < 0:
+                    raise _too_large(self.settings.max_body)
+                chunks.append(chunk)
         except web.RequestPayloadError:
             if request.transport is None:
                 raise CallerGone from None
-            raise ProxyError("invalid_body", "the request's body is not valid HTTP") from None
+            raise ProxyError("invalid_request", "the body's framing is broken") from None
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _expect(self, call: Call, request: web.BaseRequest) -> None:
         """Refuse what is announced as too large, else ask for the body (RFC 9110 10.1.1)."""
         length = call.low.get("content-length", "")
         if length.isdecimal() and int(length) > self.settings.max_body:
-            raise self._too_large()
-        if call.low.get("expect", "").lower() == "100-continue" and request.transport:
+            raise _too_large(self.settings.max_body)
+        expects = call.low.get("expect", "").lower() == "100-continue"
+        if expects and request.version >= (1, 1) and request.transport:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def _too_large(self) -> ProxyError:
-        return ProxyError(
-            "request_too_large",
-            f"the body is larger than {self.settings.max_body} bytes (--max-body)",
-        )
 
     # -- joining
 
@@ -2562,7 +2741,7 @@ class Gateway:
             credential, raw_path = "", re.sub(r"([?&])key=[^&]*", r"\1", raw_path)
         changing = [get(name, "") for name in ANSWER_CHANGING]
         scope = "\0".join([credential, raw_path, *changing]).encode("utf-8", "surrogateescape")
-        alias = hashlib.sha256(scope + call.body).digest()
+        alias = hashlib.sha256(scope + b"\0raw\0" + call.body).digest()
         call.may_join = settings.dedup != "off" and "no-store" not in call.directives
         if call.may_join and (key := flights.key_of(alias)) is not None:
             if (found := self._known(call, key)) is not None:
@@ -2571,7 +2750,7 @@ class Gateway:
         if parsed is None:
             return None
         call.doc, canonical = parsed
-        key = hashlib.sha256(scope + b"\0" + canonical.data).digest()
+        key = hashlib.sha256(scope + b"\0json\0" + canonical.data).digest()
         model = call.doc.get("model")
         call.model = model[:200] if isinstance(model, str) else ""
         call.chars = canonical.chars
@@ -2593,15 +2772,15 @@ class Gateway:
     def _known(self, call: Call, key: bytes) -> Flight | tuple[Kept, float] | None:
         """A kept answer or a running flight that this caller takes."""
         settings, max_age_s = self.settings, call.max_age_s
+        flight = self.flights.running.get(key)  # newer than any kept answer
+        if flight is not None and not flight.is_overgrown and max_age_s >= 0:
+            call.fate, call.body = "joined", b""
+            return flight
         if settings.dedup in ("on", "deterministic"):
             found = self.flights.find(key, min(settings.dedup_window, max_age_s))
             if found is not None and (settings.dedup == "on" or found[0].is_deterministic):
                 return found
-        flight = self.flights.running.get(key)
-        if flight is None or flight.is_overgrown or max_age_s < 0:
-            return None
-        call.fate = "joined"
-        return flight
+        return None
 
     def _lead(self, call: Call, key: bytes) -> Flight:
         call.fate, call.leads = "miss", True
@@ -2622,15 +2801,15 @@ class Gateway:
             circuit = self.circuits[self.upstream.name, call.model, call.path]
             await self._peek(circuit)
             is_free = call.route is not None and call.route.is_free
-            weight = 0 if is_free else await self._enter(call, circuit, flight.timing)
+            if not is_free:
+                flight.weight = await self._enter(call, circuit, flight.timing)
             try:
                 await self._send(flight, circuit)
             finally:
-                if weight:
-                    self.gate.leave(weight)
+                self._leave(flight)
         except ProxyError as caught:
             error = caught
-        except asyncio.CancelledError:
+        except (CallerGone, asyncio.CancelledError):
             error = ProxyError("shutting_down", "the proxy was stopped", retry_after_s=5)
         except Exception as caught:
             log.error("internal error: %s", _where(caught))
@@ -2648,13 +2827,22 @@ class Gateway:
         """Fail fast, before the queue.
 
         A call that meets an open circuit asks for health first, if the last question was answered
-        quickly: so the first call after a recovery already goes through.
+        quickly and a while ago: so the first call after a recovery already goes through.
         """
-        if circuit.is_sick and self.upstream.checked_s < 0.02:
-            circuit.health(await self.upstream.is_alive(0.04))
+        upstream = self.upstream
+        since_s = time.monotonic() - upstream.checked_at
+        if circuit.is_sick and upstream.checked_s < 0.02 and since_s > 0.1:
+            circuit.health(await upstream.is_alive(0.04))
         circuit.check()
 
-    async def _enter(self, call: Call, circuit: Circuit, timing: Timing) -> int:
+    def _leave(self, flight: Flight) -> None:
+        weight, flight.weight = flight.weight, 0
+        if weight:
+            self.gate.leave(weight)
+
+    async def _enter(
+        self, call: Call, circuit: Circuit, timing: Timing, is_again: bool = False
+    ) -> int:
         """Wait for a place in the gate; returns the weight to give back with `gate.leave`."""
         learned = self.learned[call.model]
         prompt_tokens = learned.prompt_tokens(call.chars)
@@ -2666,9 +2854,10 @@ class Gateway:
             size_bytes=len(call.body),
             circuit=circuit,
             queue_size=self.settings.queue_size,
-            timeout_s=self.settings.queue_timeout,
+            timeout_s=max(0.001, self.settings.queue_timeout - timing.queue_s),
+            is_again=is_again,
         )
-        timing.queue_s = self.clock() - queued_at
+        timing.queue_s += self.clock() - queued_at
         return weight
 
     async def _send(self, flight: Flight, circuit: Circuit) -> None:
@@ -2683,8 +2872,8 @@ class Gateway:
         while True:
             failure = await self._attempt(flight, circuit, plan, began_at)
             if failure is None:
-                if was_refused:
-                    upstream.refuses_usage.add(call.path)
+                if was_refused or plan.asks_usage:
+                    upstream.usage_known[call.path] = not was_refused
                 return
             if failure.is_loading:
                 flight.attempts -= 1
@@ -2692,10 +2881,10 @@ class Gateway:
                 await upstream.wait_ready(self.settings.queue_timeout - waited_s)
                 self._spawn(self._learn_props())
                 continue
-            if self._refuses_usage(failure, plan):
+            if plan.asks_usage and self._refuses_usage(failure, call.path):
                 flight.attempts -= 1
                 was_refused = True
-                plan.taker, plan.body = None, call.body
+                plan.asks_usage, plan.body = False, call.body
                 continue
             may = failure.ran_nothing if kind == "cautious" else failure.is_transient
             may = may and kind != "never" and flight.attempts <= self.settings.retries
@@ -2725,9 +2914,11 @@ class Gateway:
                 if circuit.state is State.CLOSED:
                     attempt = circuit.admit()
 
-        flight.on_begin = on_begin
+        flight.on_begin, flight.attempt = on_begin, attempt
         try:
             failure = await self.upstream.attempt(flight, plan)
+            if failure is None and flight.has_failed:
+                attempt.failed()
             self._record(attempt, failure)
             if failure is not None:
                 flight.timing.upstream_s = self.clock() - sent_at
@@ -2738,8 +2929,7 @@ class Gateway:
         finally:
             self.in_flight -= 1
             flight.is_sent = False
-            flight.on_begin = None
-            flight.extra = plan.taker.taken if plan.taker else b""
+            flight.on_begin = flight.attempt = None
             attempt.neutral()
 
     def _record(self, attempt: Attempt, failure: Failure | None) -> None:
@@ -2768,20 +2958,30 @@ class Gateway:
         if call.fate != "bypass":
             headers["Accept-Encoding"] = "identity"  # one answer has to fit every caller
         plan = Plan(headers, call.body, first_s, silence_s)
-        takes_usage = call.route is not None and call.route.takes_usage and call.is_stream
-        if takes_usage and not reports_usage(call.doc):
-            if call.path not in self.upstream.refuses_usage:
-                plan.taker = UsageTaker()
-                plan.body = ask_for_usage(call.body, call.doc)
+        may_ask = call.route is not None and call.route.takes_usage and call.is_stream
+        if (
+            may_ask
+            and not reports_usage(call.doc)
+            and self.upstream.usage_known.get(call.path, True)
+        ):
+            asking = ask_for_usage(call.body, call.doc)
+            if asking is not None:
+                plan.body, plan.asks_usage = asking, True
         return plan
 
-    @staticmethod
-    def _refuses_usage(failure: Failure, plan: Plan) -> bool:
-        """Whether the upstream refuses the field that we added, not the call."""
-        if plan.taker is None or failure.answer is None:
+    def _refuses_usage(self, failure: Failure, path: str) -> bool:
+        """Whether the upstream refuses the field that we added, not the call.
+
+        Where it has never taken the field before, any 400 may mean that; asked once.
+        """
+        if failure.answer is None or TOO_LONG.search(failure.answer[1]):
             return False
         head, body = failure.answer
-        return head.status in (400, 422) and bool(FIELD_REFUSED.search(body))
+        if FIELD_REFUSED.search(body):
+            return head.status in (200, 400, 422)
+        is_first = path not in self.upstream.usage_known
+        self.upstream.usage_known.setdefault(path, True)
+        return is_first and head.status in (400, 422)
 
     async def _back_off(self, flight: Flight, circuit: Circuit, failure: Failure) -> bool:
         """Wait before a further attempt; False where the upstream asks for too long a wait."""
@@ -2791,9 +2991,14 @@ class Gateway:
             if failure.retry_after_s > LONGEST_RETRY_AFTER_S:
                 return False
             wait_s = max(wait_s, failure.retry_after_s + random.uniform(0, BACKOFF_S))
+        is_queued = flight.weight > 0
+        self._leave(flight)  # others may go while this one waits
         try:
             await asyncio.wait_for(circuit.opened.wait(), wait_s)
         except TimeoutError:
+            if is_queued:
+                call, timing = flight.leader, flight.timing
+                flight.weight = await self._enter(call, circuit, timing, is_again=True)
             return True
         raise circuit.error()
 
@@ -2824,7 +3029,8 @@ class Gateway:
             learned.teach(call.chars, usage, self.clock() - call.started_at - flight.timing.queue_s)
         flight.usage = usage
         self.counters.spent(usage)
-        if call.may_keep and flight.is_complete and not flight.is_overgrown:
+        is_newest = self.flights.running.get(flight.key) is flight
+        if call.may_keep and is_newest and flight.is_complete and not flight.is_overgrown:
             kept = Kept(
                 Head(200, head.reason, kept_headers(head.headers)), body, self.clock(), usage,
                 flight.upstream, call.model, is_deterministic(call.doc),
@@ -2869,8 +3075,9 @@ class Gateway:
                 assert flight.error is not None
                 raise flight.error
             call.status = head.status
-            if flight.is_done and reply is None and flight.error is None and not flight.first:
-                reply = self._reply(call, head, flight.body_from(0) if flight.chunks else b"")
+            is_whole = flight.is_done and flight.error is None and not flight.is_overgrown
+            if is_whole and reply is None and not head.is_stream:
+                reply = self._reply(call, head, flight.tail(FLIGHT_BYTES))
                 await reply.prepare(request)
             else:
                 if reply is None:
@@ -2912,16 +3119,14 @@ class Gateway:
         index = read_bytes = 0
         while True:
             if index < flight.end:
-                data = flight.body_from(index)
-                index = flight.end
+                data, index = flight.slice_from(index)
                 await reply.write(data)
                 read_bytes += len(data)
                 flight.has_read(read_bytes)
             elif flight.is_done:
                 return
             else:
-                index = await flight.follow(reply.write_now)
-                read_bytes = flight.read_bytes
+                index, read_bytes = await flight.follow(reply.write_now)
 
     async def _stale(
         self, call: Call, flight: Flight, error: ProxyError, request: web.BaseRequest
@@ -2964,8 +3169,10 @@ class Gateway:
         """When the last caller has left: finish and keep it, or give the slot free."""
         if flight.callers or flight.is_done or flight.task is None:
             return
+        if flight.attempt is not None and flight.attempt.is_trial:
+            flight.attempt.neutral()  # its place is for somebody who waits
         wanted = self.settings.abandon == "finish" and flight.leader.may_join
-        if not (flight.is_sent and wanted):
+        if not (flight.is_sent and wanted) or flight.is_overgrown:
             self.flights.land(flight)
             flight.task.cancel()
 
@@ -3095,18 +3302,24 @@ class Gateway:
                 reply = self._reply(call, head)
                 await reply.prepare(request)
                 watchdog.limit_s = plan.silence_s
-                async for chunk in response.content.iter_any():
+                content, first = response.content, b""
+                while not content.at_eof():
+                    chunk = await content.readany()
+                    first = first or chunk
+                    watchdog.pause()
                     await reply.write(chunk)
-                    watchdog.heard()  # after the write: a slow caller is no silent upstream
+                    watchdog.resume()
                 await reply.write_eof()
                 if attempt is not None:
-                    self._record(attempt, judge(head, b"", 0.0))
+                    self._record(attempt, judge(head, first, 0.0))
                 return reply
+        except CallerGone:
+            raise
         except (aiohttp.ClientError, OSError) as error:
             if request.transport is None:
                 raise CallerGone from None
-            if upload.is_too_large:
-                raise self._too_large() from None
+            if upload.error is not None:
+                raise upload.error from None
             if attempt is not None:
                 attempt.failed()
             explained = self.upstream.explain(error)
@@ -3142,11 +3355,12 @@ class Gateway:
         site = call.low.get("sec-fetch-site", "none")
         if origin is not None or site not in ("none", "same-origin"):
             raise ProxyError("forbidden_origin", "admin routes are not for web pages")
-        self._check_host(call)
+        self._check_host(call, is_admin=True)
         key = self.settings.admin_key
         if key is not None:
             given = call.low.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            given_bytes = given.encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(given_bytes, f"Bearer {key}".encode()):
                 raise ProxyError(
                     "invalid_api_key", "admin routes want the admin key as a bearer token"
                 )
@@ -3160,7 +3374,9 @@ class Gateway:
             return 200, {"status": "ok"}
         if name == "ready":
             circuits = self.circuits.values()
-            dead = bool(circuits) and all(c.state is State.OPEN for c in circuits)
+            dead = bool(circuits) and all(
+                c.state is State.OPEN and c.retry_in_s > 0 for c in circuits
+            )
             reason = (
                 "draining" if self.is_draining else "every circuit is open" if dead else "ready"
             )
@@ -3211,6 +3427,12 @@ def client_id(credential: str) -> str:
     return hashlib.sha256(credential.encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
+def _too_large(limit_bytes: int) -> ProxyError:
+    return ProxyError(
+        "request_too_large", f"the body is larger than {limit_bytes} bytes (--max-body)"
+    )
+
+
 def _internal() -> ProxyError:
     return ProxyError("internal_error", "internal error; the proxy's log says where")
 
@@ -3234,24 +3456,91 @@ def _where(error: BaseException) -> str:
 # Rule: sockets, signals, the event loop. Knows nothing of flags.
 
 
-class _NoDetails(logging.Filter):
-    """aiohttp logs header bytes and tracebacks; both may hold secrets. Keep only what happened."""
+class StderrLog(logging.Handler):
+    """Writes lines from a thread: a stderr that nobody reads holds up no call.
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        fault = record.exc_info[1] if record.exc_info else None
-        if fault is None or isinstance(
-            fault, (aiohttp.http_exceptions.HttpProcessingError, ConnectionError)
-        ):
-            return False  # what a client got wrong is answered with a 400
-        record.msg, record.args, record.exc_info = "aiohttp: %s", (_where(fault),), None
-        return True
+    What does not fit MAX_LINES is dropped, and the number of dropped lines is said.
+    """
+
+    MAX_LINES = 10_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("llmproxy: %(message)s"))
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.put(self.format(record))
+
+    def put(self, line: str) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+            self._thread.start()
+        if self._lines.qsize() >= self.MAX_LINES:
+            self._dropped += 1
+        else:
+            self._lines.put(line)
+
+    def flush(self) -> None:
+        """Wait until all is written, a second at most."""
+        end_at = time.monotonic() + 1.0
+        while self._lines.qsize() and time.monotonic() < end_at:
+            time.sleep(0.01)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            if self._dropped:
+                line += f"\nllmproxy: {self._dropped} lines were dropped, stderr was too slow"
+                self._dropped = 0
+            with contextlib.suppress(OSError, ValueError):  # closed: there is nobody to tell
+                print(line, file=sys.stderr, flush=True)
+
+
+stderr_log = StderrLog()
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's connection, with its own errors in our form.
+
+    Its text would quote header bytes, and its log tracebacks; both may hold secrets.
+    """
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:  # fmt: skip
+        if request.writer.output_size > 0:
+            raise ConnectionResetError
+        if status == 500 and exc is not None:
+            log.error("internal error: %s", _where(exc))
+        error = _internal()
+        if status == 400:
+            error = ProxyError("invalid_request", "this is not a valid HTTP request")
+        trace = new_trace()
+        headers: Headers = CIMultiDict({"Content-Type": "application/json"})
+        headers["x-should-retry"], headers["x-llmproxy-fate"] = "false", "rejected"
+        headers["x-llmproxy-trace"] = headers["x-request-id"] = trace
+        head = Head(error.status, HTTPStatus(error.status).phrase, headers)
+        return Reply(head, error_body(error, "openai", trace))
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        exc = kwargs.get("exc_info")
+        if isinstance(exc, BaseException) and not isinstance(exc, ConnectionError):
+            log.error("aiohttp: %s", _where(exc))
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message says the mend."""
 
 
 class Daemon:
     """A gateway that listens. `async with` starts and stops it.
 
     Raises on entry:
-        OSError: the address cannot be listened on.
+        ListenError: nothing was started.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -3268,9 +3557,12 @@ class Daemon:
                     listening(self.mock.handle, "127.0.0.1", 0)
                 )
                 settings.upstream = address
+            if URL(settings.upstream).port == settings.port and is_loopback(settings.host):
+                if is_loopback(URL(settings.upstream).host or ""):
+                    raise ConfigError(f"--upstream {settings.upstream} is this proxy itself")
             self.gateway = Gateway(settings)
             self.url = await stack.enter_async_context(
-                listening(self.gateway.handle, settings.host, settings.port, settings)
+                listening(self.gateway.handle, settings.host, settings.port)
             )
             await self.gateway.start()
             stack.push_async_callback(self.gateway.close)
@@ -3283,35 +3575,30 @@ class Daemon:
 
 @contextlib.asynccontextmanager
 async def listening(
-    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-    host: str,
-    port: int,
-    settings: Settings | None = None,
+    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], host: str, port: int
 ) -> AsyncIterator[str]:
     """Serve HTTP/1.1 with aiohttp's low-level server; yields its base URL."""
     loop = asyncio.get_running_loop()
-    quiet = logging.getLogger("llmproxy.http")
-    if not quiet.filters:
-        quiet.addFilter(_NoDetails())
 
     def new_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
-        limit = settings.max_body if settings else 0
-        return web.BaseRequest(
-            message, payload, protocol, writer, task, loop, client_max_size=limit
-        )
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=0)
 
-    server = web.Server(
-        handle,
-        request_factory=new_request,
-        handler_cancellation=True,  # a caller that hangs up is noticed at once, not at the next write
-        auto_decompress=False,
-        access_log=None,
-        logger=quiet,
-        keepalive_timeout=75.0,
-        max_line_size=HEADER_LINE_BYTES,
-        max_field_size=HEADER_LINE_BYTES,
-    )
-    listener = await loop.create_server(server, host, port, backlog=1024)
+    # Cancellation: a caller that hangs up is noticed at once, not at the next write.
+    server = web.Server(handle, request_factory=new_request, handler_cancellation=True)
+
+    def connect() -> _Connection:
+        return _Connection(
+            server, loop=loop, auto_decompress=False, access_log=None, keepalive_timeout=75.0,  # type: ignore[arg-type]
+            max_line_size=HEADER_LINE_BYTES, max_field_size=HEADER_LINE_BYTES,
+        )  # fmt: skip
+
+    try:
+        listener = await loop.create_server(connect, host, port, backlog=1024)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "not an address"
+        raise ListenError(
+            f"cannot listen on {host}:{port} ({reason}); choose another --host or --port"
+        ) from None
     try:
         address = listener.sockets[0].getsockname()
         name = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -3327,39 +3614,31 @@ async def run(settings: Settings, console: Console | None) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    try:
-        async with Daemon(settings) as daemon:
-            gateway = daemon.gateway
-            if console is None:
-                print(f"llmproxy {__version__} on {daemon.url} -> {settings.upstream}", flush=True)
-            if not is_loopback(settings.host):
-                log.warning(
-                    "listening on %s: whoever reaches it can use the upstream", settings.host
-                )
-            async with showing(gateway, daemon.url, console):
-                await signals.get()
-                log.warning("draining: calls in flight finish, new ones get 503; again to end now")
-                draining = asyncio.ensure_future(gateway.drain())
-                second = asyncio.ensure_future(signals.get())
-                await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
-                is_drained = draining.done() and draining.result()
-                for task in (draining, second):
-                    task.cancel()
-            if not is_drained:
+    async with Daemon(settings) as daemon:
+        gateway = daemon.gateway
+        if console is None:
+            print(f"llmproxy {__version__} on {daemon.url} -> {settings.upstream}", flush=True)
+        if not is_loopback(settings.host):
+            log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
+        async with showing(gateway, daemon.url, console):
+            await signals.get()
+            log.warning("draining: calls in flight finish, new ones get 503; again to end now")
+            draining = asyncio.ensure_future(gateway.drain())
+            second = asyncio.ensure_future(signals.get())
+            await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
+            is_second = second.done()
+            for task in (draining, second):
+                task.cancel()
+            if is_second or not draining.result():
                 log.warning("ended with calls in flight")
-            return 0 if draining.done() and not draining.cancelled() else 1
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        reason = error.strerror or str(error)
-        log.error("cannot listen on %s (%s); choose another --host or --port", where, reason)
-        return 1
+        return 1 if is_second else 0
 
 
 @contextlib.asynccontextmanager
 async def showing(gateway: Gateway, url: str, console: Console | None) -> AsyncIterator[None]:
     """The live table while the body runs, or else one log line a call."""
     if console is None:
-        gateway.on_call = lambda call: write_row(gateway.settings.log, call)
+        gateway.on_call = functools.partial(log_call, gateway.settings)
         yield
         return
     task = asyncio.create_task(live_table(gateway, url, console))
@@ -3370,23 +3649,23 @@ async def showing(gateway: Gateway, url: str, console: Console | None) -> AsyncI
         await asyncio.gather(task, return_exceptions=True)
 
 
-def write_row(kind: str, call: Call) -> None:
-    """One call's line on stderr. A full or closed stderr stops no call."""
-    if kind == "off":
-        return
+def log_call(settings: Settings, call: Call) -> None:
+    if settings.log != "off":
+        stderr_log.put(log_line(settings.log, call))
+
+
+def log_line(kind: str, call: Call) -> str:
+    """One call in the log, as text or JSON."""
     row = Counters.row(call)
     if kind == "json":
-        line = json.dumps(row)
-    else:
-        clock = time.strftime("%H:%M:%S", time.localtime(row["time_unix"]))
-        line = (
-            f"{clock} {row['fate']:8} {row['status']} {row['method']} {row['path']} "
-            f"model={row['model'] or '-'} client={row['client'] or '-'} wait={row['queue_ms']:.0f}ms "
-            f"time={row['total_ms']:.0f}ms tokens={row['tokens_in']}/{row['tokens_out']} "
-            f"trace={row['trace']}" + (f" error={row['code']}" if row["code"] else "")
-        )
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+        return json.dumps(row)
+    clock = time.strftime("%H:%M:%S", time.localtime(row["time_unix"]))
+    return (
+        f"{clock} {row['fate']:8} {row['status']} {row['method']} {row['path']} "
+        f"model={row['model'] or '-'} client={row['client']} wait={row['queue_ms']:.0f}ms "
+        f"time={row['total_ms']:.0f}ms tokens={row['tokens_in']}/{row['tokens_out']} "
+        f"trace={row['trace']}" + (f" error={row['code']}" if row["code"] else "")
+    )
 
 
 ###############################################################################
@@ -3528,6 +3807,7 @@ async def live_table(gateway: Gateway, url: str, console: Console) -> None:
 
     handler = _MessageHandler()
     log.addHandler(handler)
+    log.propagate = False
     drawn: tuple[Any, ...] = ()
     drawing: asyncio.Future[None] | None = None
     try:
@@ -3552,9 +3832,10 @@ async def live_table(gateway: Gateway, url: str, console: Console) -> None:
                     await asyncio.wait([drawing], timeout=1.0)
     except Exception as error:
         log.error("the live table broke: %s", _where(error))
-        gateway.on_call = lambda call: write_row(gateway.settings.log, call)
+        gateway.on_call = functools.partial(log_call, gateway.settings)
     finally:
         log.removeHandler(handler)
+        log.propagate = True
 
 
 class _MessageHandler(logging.Handler):
@@ -3611,22 +3892,28 @@ class Mock:
             return _mock_error(429, wait_s)
         return await self._generate(request, route, doc, prompt)
 
+    def _set(
+        self, *, mode: str = "", health: str | None = None, latency: float | None = None,
+        rpm: int | None = None, tpm: int | None = None, reset: bool = False,
+    ) -> None:  # fmt: skip
+        numbers = [0.0 if n is None else float(n) for n in (latency, rpm, tpm)]
+        if (mode or "ok") not in MODES or (health or "ok") not in MODES or min(numbers) < 0:
+            raise ValueError("wants a known mode and numbers from 0")
+        self.mode = mode or self.mode
+        self.health = self.health if health is None else health
+        self.latency_s = self.latency_s if latency is None else numbers[0]
+        self.rpm = self.rpm if rpm is None else int(rpm)
+        self.tpm = self.tpm if tpm is None else int(tpm)
+        if reset:
+            self.calls = 0
+            self._spent.clear()
+
     def _control(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         if request.method == "POST":
-            parsed = parse_json(body)
-            wanted = parsed[0] if parsed else None
-            known = {"mode", "health", "latency", "rpm", "tpm", "reset"}
-            if wanted is None or not set(wanted) <= known or wanted.get("mode", "ok") not in MODES:
-                return _json(
-                    {"error": f"wants an object with {sorted(known)}; modes: {MODES}"}, 400
-                )
-            self.mode = wanted.get("mode", self.mode)
-            self.health = wanted.get("health", self.health)
-            self.latency_s = float(wanted.get("latency", self.latency_s))
-            self.rpm, self.tpm = wanted.get("rpm", self.rpm), wanted.get("tpm", self.tpm)
-            if wanted.get("reset"):
-                self.calls = 0
-                self._spent.clear()
+            try:
+                self._set(**json.loads(body))
+            except (TypeError, ValueError) as error:
+                return _json({"error": f"{printable(str(error))}; modes: {', '.join(MODES)}"}, 400)
         return _json({"calls": self.calls, "mode": self.mode})
 
     @staticmethod
@@ -3947,6 +4234,9 @@ def _print_scenes(scenes: list[Scene]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "allow_abbrev": False})
+
     def error(self, message: str) -> NoReturn:
         flag = re.search(r"unrecognized arguments: (--[\w-]+)", message)
         if flag:
@@ -4020,13 +4310,7 @@ def _cmd_mock(args: argparse.Namespace) -> int:
             await stop.wait()
         return 0
 
-    try:
-        return _run_loop(serve_mock())
-    except OSError as error:
-        log.error(
-            "cannot listen on %s:%s (%s); choose another --port", args.host, port_, error.strerror
-        )
-        return 1
+    return _run_loop(serve_mock())
 
 
 def _add_demo(commands: Any) -> None:
@@ -4096,13 +4380,16 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
     for add in COMMANDS.values():
         add(commands)
-    logging.basicConfig(format="llmproxy: %(message)s", stream=sys.stderr, level=logging.WARNING)
+    logging.basicConfig(handlers=[stderr_log], level=logging.WARNING)
     try:
         args = parser.parse_args(words_)
         return int(args.run(args))
     except ConfigError as error:
         print(f"llmproxy: {error}", file=sys.stderr)
         return 2
+    except ListenError as error:
+        print(f"llmproxy: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
