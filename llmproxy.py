@@ -1084,12 +1084,17 @@ class Flight:
 
 @dataclass(slots=True)
 class Kept:
-    """A finished answer."""
+    """A finished answer, in as few objects as possible: there are tens of thousands.
 
-    head: Head
+    `fields`: header names and values in turn, without what belongs to one delivery.
+    `tokens`: the values of its Usage.
+    """
+
+    reason: str
+    fields: tuple[str, ...]
     body: bytes
     stored_at: float
-    usage: Usage
+    tokens: tuple[int, int, int, int]
     upstream: str
     model: str
     is_deterministic: bool
@@ -1097,6 +1102,11 @@ class Kept:
     @property
     def size_bytes(self) -> int:
         return len(self.body) + KEPT_OVERHEAD_BYTES
+
+    def head(self) -> Head:
+        fields = self.fields
+        pairs = zip(fields[::2], fields[1::2], strict=True)
+        return Head(200, self.reason, CIMultiDict(pairs))
 
 
 class Flights:
@@ -1112,7 +1122,7 @@ class Flights:
         self.kept_bytes = 0
         self._clock = clock
         self._keys: dict[bytes, bytes] = {}
-        self._aliases: dict[bytes, list[bytes]] = {}
+        self._aliases: dict[bytes, tuple[bytes, ...]] = {}
 
     def __repr__(self) -> str:
         return f"<Flights running={len(self.running)} kept={len(self.kept)}>"
@@ -1121,9 +1131,9 @@ class Flights:
         return self._keys.get(alias)
 
     def alias(self, alias: bytes, key: bytes) -> None:
-        known = self._aliases.setdefault(key, [])
+        known = self._aliases.get(key, ())
         if len(known) < MAX_ALIASES and alias not in self._keys:
-            known.append(alias)
+            self._aliases[key] = (*known, alias)
             self._keys[alias] = key
 
     def find(self, key: bytes, max_age_s: float) -> tuple[Kept, float] | None:
@@ -1354,9 +1364,8 @@ class Canonical:
 
 def parse_json(body: bytes) -> tuple[dict[str, Any], Canonical] | None:
     """A JSON object and its canonical form; None for all else, hostile nesting included."""
-    structure = body.count(b"{") + body.count(b"[") + body.count(b",")
-    if structure > MAX_JSON_ITEMS:  # seconds of parsing, in which nobody else is served
-        return None
+    if len(body) > 3 * MAX_JSON_ITEMS and sum(map(body.count, b"{[,")) > MAX_JSON_ITEMS:
+        return None  # seconds of parsing, in which nobody else would be served
     try:
         doc = json.loads(body)
         return (doc, Canonical(doc)) if isinstance(doc, dict) else None
@@ -1593,11 +1602,14 @@ def decoded(body: bytes, headers: Mapping[str, str]) -> bytes:
     return body
 
 
-def kept_headers(headers: Headers) -> Headers:
-    lowered = [(k.lower(), k, v) for k, v in headers.items()]
-    return CIMultiDict(
-        [(k, v) for low, k, v in lowered if low not in NOT_KEPT and "ratelimit" not in low]
-    )
+def kept_fields(headers: Headers) -> tuple[str, ...]:
+    """Names and values in turn, without what belongs to one delivery of an answer."""
+    fields: list[str] = []
+    for name, value in headers.items():
+        lower = name.lower()
+        if lower not in NOT_KEPT and "ratelimit" not in lower:
+            fields += (name, value)
+    return tuple(fields)
 
 
 def end_to_end(
@@ -1789,10 +1801,15 @@ class Watchdog:
             self._timer = self._loop.call_at(self._due(), self._fire)
 
 
-def head_bytes(line: str, headers: Headers) -> bytes:
-    """A message's head; bytes that are not UTF-8 come out as they came in."""
+async def write_head(writer: Any, line: str, headers: Headers) -> None:
+    """Write a message's head; bytes that are not UTF-8 go out as they came in."""
+    if line.isascii() and all(map(str.isascii, headers.values())):
+        await writer.write_headers(line, headers)
+        return
+    # aiohttp's serializer drops such bytes; as a body that has no framing yet, they pass.
     fields = [f"\r\n{name}: {value}" for name, value in headers.items()]
-    return "".join([line, *fields, "\r\n\r\n"]).encode("utf-8", "surrogateescape")
+    head = "".join([line, *fields, "\r\n\r\n"])
+    await writer.write(head.encode("utf-8", "surrogateescape"))
 
 
 class _Request(aiohttp.ClientRequest):
@@ -1814,8 +1831,9 @@ class _Request(aiohttp.ClientRequest):
         if self.body:
             return await super().send(conn)
         writer = StreamWriter(conn.protocol, self.loop)
-        head = head_bytes(f"{self.method} {self.target} HTTP/1.1", self.headers)
-        await writer.write(head + self.whole, drain=False)
+        await write_head(writer, f"{self.method} {self.target} HTTP/1.1", self.headers)
+        await writer.write(self.whole, drain=False)
+        writer.set_eof()
         return aiohttp.ClientResponse(
             self.method, self.url, writer=None, continue100=None, timer=TimerNoop(),
             request_info=self.request_info, traces=[], loop=self.loop, session=None,  # type: ignore[arg-type]
@@ -1856,7 +1874,7 @@ class Upstream:
         self._settings = settings
         self._health_path = "/health"
         self._check: asyncio.Task[bool] | None = None
-        self._urls: Memo[URL] = Memo(lambda raw_path: URL(join_path(base, raw_path), encoded=True))
+        self._targets: Memo[tuple[URL, str]] = Memo(self._target)
         self._base_path = URL(base).raw_path.rstrip("/")
         self._host = URL(base).host_port_subcomponent or ""
         host = URL(base).host or ""
@@ -1933,16 +1951,22 @@ class Upstream:
         data = body
         if isinstance(body, bytes):
             data = _slices(body) if len(body) > FLIGHT_WINDOW_BYTES else None
+        url, target = self._targets[raw_path]
         request = _Request(
-            method, self._urls[raw_path], headers=headers, data=data, loop=self._loop,
-            proxy=self._proxy,
-        )  # fmt: skip
+            method, url, headers=headers, data=data, loop=self._loop, proxy=self._proxy
+        )
         if isinstance(body, bytes) and data is None:
             request.whole = body
-        is_plain_proxied = self._proxy is not None and not request.is_ssl()
-        origin = f"{request.url.scheme}://{self._host}" if is_plain_proxied else ""
-        request.target = origin + join_path(self._base_path, raw_path)
+        request.target = target
         return request
+
+    def _target(self, raw_path: str) -> tuple[URL, str]:
+        """What connects, and what the request line says (all of it to a plain HTTP proxy)."""
+        url = URL(join_path(self.base, raw_path), encoded=True)
+        target = join_path(self._base_path, raw_path)
+        if self._proxy is not None and url.scheme == "http":
+            target = f"http://{self._host}{target}"
+        return url, target
 
     async def _exchange(self, request: _Request, connection: Any) -> aiohttp.ClientResponse:
         try:
@@ -2399,6 +2423,17 @@ def _percentiles_ms(values_s: Iterable[float]) -> dict[str, float]:
 # Rule: the way of a request. The only place that turns errors into responses.
 
 
+class caller_gone:  # noqa: N801
+    """Turns a failed write to the caller into CallerGone; no upstream is to blame for it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, ConnectionError):
+            raise CallerGone
+
+
 class Reply(web.StreamResponse):
     """A response with exactly the head we were given: nothing invented, nothing normalised.
 
@@ -2443,29 +2478,24 @@ class Reply(web.StreamResponse):
             headers["Connection"] = "close"
         elif version < (1, 1):
             headers["Connection"] = "keep-alive"
-        head = head_bytes(f"HTTP/{version[0]}.{version[1]} {status} {self.head.reason}", headers)
-        if self._whole is not None and len(self._whole) <= SLICE_BYTES:  # one write for both
-            head, self._whole = head + (b"" if self._is_bodiless else self._whole), b""
-        # As a body that is not chunked, since aiohttp's own writer of heads takes UTF-8 only.
-        await self._to_caller(writer.write(head))
+        line = f"HTTP/{version[0]}.{version[1]} {status} {self.head.reason}"
+        await write_head(writer, line, headers)
         if self._is_chunked:
             writer.enable_chunking()
+        if self._whole is None:
+            with caller_gone():
+                writer.send_headers()
         return writer
 
     async def write(self, data: bytes) -> None:  # type: ignore[override]
         if self._is_bodiless:
             return
-        if len(data) <= SLICE_BYTES:
-            return await self._to_caller(self._writer.write(data))
-        async for part in _slices(data):  # so that a slow caller holds one slice, not the whole
-            await self._to_caller(self._writer.write(part))
-
-    @staticmethod
-    async def _to_caller(writing: Awaitable[None]) -> None:
-        try:
-            await writing
-        except ConnectionError:
-            raise CallerGone from None
+        with caller_gone():
+            if len(data) <= SLICE_BYTES:
+                await self._writer.write(data)
+                return
+            async for part in _slices(data):  # so that a slow caller holds a slice, not the whole
+                await self._writer.write(part)
 
     def write_now(self, data: bytes) -> bool:
         """Write if the caller's socket takes it; False where `write` would have to wait."""
@@ -2486,7 +2516,8 @@ class Reply(web.StreamResponse):
         if len(body) > SLICE_BYTES:
             await self.write(body)
             body = b""
-        await self._to_caller(self._writer.write_eof(body))
+        with caller_gone():
+            await self._writer.write_eof(body)
 
     def abort(self, request: web.BaseRequest) -> None:
         """Break the connection, so that the caller cannot take what came for the whole."""
@@ -3032,7 +3063,8 @@ class Gateway:
         is_newest = self.flights.running.get(flight.key) is flight
         if call.may_keep and is_newest and flight.is_complete and not flight.is_overgrown:
             kept = Kept(
-                Head(200, head.reason, kept_headers(head.headers)), body, self.clock(), usage,
+                head.reason, kept_fields(head.headers), body, self.clock(),
+                (usage.prompt, usage.cached, usage.completion, usage.reasoning),
                 flight.upstream, call.model, is_deterministic(call.doc),
             )  # fmt: skip
             self.flights.keep(flight.key, kept, self.settings.cache_bytes)
@@ -3180,10 +3212,11 @@ class Gateway:
         self, call: Call, kept: Kept, age_s: float, fate: str, request: web.BaseRequest
     ) -> web.StreamResponse:
         """Answer from what is kept."""
-        call.fate, call.status, call.model = fate, kept.head.status, kept.model
-        call.upstream, call.usage = kept.upstream, kept.usage
-        is_stream = kept.head.is_stream
-        reply = self._reply(call, kept.head, None if is_stream else kept.body, age_s)
+        call.fate, call.status, call.model = fate, 200, kept.model
+        call.upstream, call.usage = kept.upstream, Usage(*kept.tokens)
+        head = kept.head()
+        is_stream = head.is_stream
+        reply = self._reply(call, head, None if is_stream else kept.body, age_s)
         await reply.prepare(request)
         if is_stream:
             await reply.write(kept.body)

@@ -792,8 +792,7 @@ async def test_flight_holds_the_upstream_back_for_its_fastest_caller_only(
 
 
 def kept(size: int, at: float = 0.0) -> Kept:
-    head = llmproxy.Head(200, "OK", llmproxy.CIMultiDict())
-    return Kept(head, b"x" * size, at, Usage(), "u", "m", False)
+    return Kept("OK", (), b"x" * size, at, (0, 0, 0, 0), "u", "m", False)
 
 
 def test_kept_answers_stay_within_their_bound_and_forget_their_aliases() -> None:
