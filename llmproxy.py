@@ -1257,9 +1257,7 @@ HOP_BY_HOP = frozenset(
 )  # fmt: skip
 # Content-Length and Host are made anew; Origin ends here, because CORS is answered here.
 OWN_HEADERS = {"x-llmproxy-priority", "x-llmproxy-retry", "x-llmproxy-task"}
-NOT_SENT_UPSTREAM = (
-    HOP_BY_HOP | OWN_HEADERS | {"host", "content-length", "expect", "origin", "x-request-id"}
-)
+NOT_SENT_UPSTREAM = HOP_BY_HOP | {"host", "content-length", "expect", "origin", "x-request-id"}
 CREDENTIALS = ("authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
 ANSWER_CHANGING = (
     "anthropic-version", "anthropic-beta", "openai-organization", "openai-project", "openai-beta"
@@ -1618,6 +1616,8 @@ def end_to_end(
     """Headers without `dropped` and what `Connection` names; order, case and repeats stay."""
     if connection and connection.lower() not in ("keep-alive", "close"):
         dropped = dropped | {name.strip().lower() for name in connection.split(",")}
+    if not dropped:
+        return CIMultiDict(headers)
     return CIMultiDict([(k, v) for k, v in headers if k.lower() not in dropped])
 
 
@@ -1748,29 +1748,61 @@ class Plan:
     asks_usage: bool = False
 
 
-class Watchdog:
-    """Cancels the current task after silence, with one timer per attempt, none per chunk.
+class Watchdogs:
+    """All attempts of an upstream that are under a limit, looked over by one timer.
 
-    `limit_s` may be changed at any time; on expiry the `with` raises TimeoutError. While
-    `is_paused`, it is we who wait for a caller, and that is no silence of the upstream.
+    So a fast attempt costs no timer, and a chunk costs an assignment.
     """
 
-    is_paused = False
+    TICK_S = 0.05
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, limit_s: float, total_s: float | None = None
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.running: set[Watchdog] = set()
+        self._is_ticking = False
+
+    def add(self, watchdog: Watchdog) -> None:
+        self.running.add(watchdog)
+        if not self._is_ticking:
+            self._is_ticking = True
+            self.loop.call_later(self.TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        now = self.loop.time()
+        for watchdog in [w for w in self.running if w.is_due(now)]:
+            self.running.discard(watchdog)
+            watchdog.expire()
+        self._is_ticking = bool(self.running)
+        if self._is_ticking:
+            self.loop.call_later(self.TICK_S, self._tick)
+
+
+class Watchdog:
+    """Cancels the current task after `limit_s` of silence; then the `with` raises TimeoutError.
+
+    `limit_s` may be changed at any time. While `is_paused` it is we who wait for a caller, and
+    that is no silence of the upstream.
+    """
+
+    is_paused = has_expired = False
+
+    def __init__(self, pack: Watchdogs, limit_s: float, total_s: float | None = None) -> None:
         self.limit_s = limit_s
-        self._loop = loop
+        self._pack, self._loop = pack, pack.loop
         self.heard_at = self._loop.time()
         self._deadline = self.heard_at + total_s if total_s else math.inf
-        self._expired = False
 
     def __enter__(self) -> Watchdog:
         self._task = cast("asyncio.Task[Any]", asyncio.current_task(self._loop))
         self._cancelling = self._task.cancelling()
-        self._timer = self._loop.call_at(self._due(), self._fire)
+        self._pack.add(self)
         return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pack.running.discard(self)
+        if self.has_expired and self._task.uncancel() <= self._cancelling:
+            if kind is asyncio.CancelledError:
+                raise TimeoutError
 
     def heard(self) -> None:
         self.heard_at = self._loop.time()
@@ -1782,23 +1814,13 @@ class Watchdog:
         self.is_paused = False
         self.heard()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._timer.cancel()
-        if self._expired and self._task.uncancel() <= self._cancelling:
-            if kind is asyncio.CancelledError:
-                raise TimeoutError
+    def is_due(self, now: float) -> bool:
+        silent = now - self.heard_at >= self.limit_s and not self.is_paused
+        return silent or now >= self._deadline
 
-    def _due(self) -> float:
-        return min(self.heard_at + self.limit_s, self._deadline)
-
-    def _fire(self) -> None:
-        if self.is_paused:
-            self.heard()
-        if self._loop.time() >= self._due():
-            self._expired = True
-            self._task.cancel()
-        else:
-            self._timer = self._loop.call_at(self._due(), self._fire)
+    def expire(self) -> None:
+        self.has_expired = True
+        self._task.cancel()
 
 
 async def write_head(writer: Any, line: str, headers: Headers) -> None:
@@ -1888,6 +1910,7 @@ class Upstream:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._watchdogs = Watchdogs(self._loop)
         resolver = _Resolver()
         self._pool = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, resolver=resolver)
         # A body that streams through cannot be sent twice, so it never rides on a pooled
@@ -1980,6 +2003,9 @@ class Upstream:
             connection.close()
             raise
 
+    def watch(self, limit_s: float) -> Watchdog:
+        return Watchdog(self._watchdogs, limit_s, self._settings.total_timeout)
+
     def explain(self, error: BaseException) -> ProxyError:
         """Our error for what `open` or the body raised; never quotes header bytes."""
         if isinstance(error, aiohttp.ConnectionTimeoutError):
@@ -2023,7 +2049,7 @@ class Upstream:
         call = flight.leader
         response: aiohttp.ClientResponse | None = None
         try:
-            with Watchdog(self._loop, plan.first_s, self._settings.total_timeout) as watchdog:
+            with self.watch(plan.first_s) as watchdog:
                 response = await self.open(call.method, call.raw_path, plan.headers, plan.body)
                 head = head_of(response)
                 receive = self._stream if head.is_stream and head.status == 200 else self._gather
@@ -2280,6 +2306,7 @@ class Call:
     chars = 0
     max_tokens: int | None = None
     is_stream = may_join = may_keep = False
+    own: tuple[str, ...] = ()  # names of headers that are for us
     leads = False  # a flight that may outlive the call
     fate = code = upstream = ""
     status = 0
@@ -2302,7 +2329,9 @@ class Call:
         for name, value in request.headers.items():
             lower = name.lower()
             low[lower] = value if lower not in low else f"{low[lower]}, {value}"
-            if lower not in NOT_SENT_UPSTREAM:
+            if lower[:11] == "x-llmproxy-":
+                self.own = (*self.own, lower)
+            elif lower not in NOT_SENT_UPSTREAM:
                 sent.append((name, value))
         if authority:
             low["host"] = authority
@@ -2423,17 +2452,6 @@ def _percentiles_ms(values_s: Iterable[float]) -> dict[str, float]:
 # Rule: the way of a request. The only place that turns errors into responses.
 
 
-class caller_gone:  # noqa: N801
-    """Turns a failed write to the caller into CallerGone; no upstream is to blame for it."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, ConnectionError):
-            raise CallerGone
-
-
 class Reply(web.StreamResponse):
     """A response with exactly the head we were given: nothing invented, nothing normalised.
 
@@ -2483,19 +2501,23 @@ class Reply(web.StreamResponse):
         if self._is_chunked:
             writer.enable_chunking()
         if self._whole is None:
-            with caller_gone():
+            try:
                 writer.send_headers()
+            except ConnectionError:
+                raise CallerGone from None
         return writer
 
     async def write(self, data: bytes) -> None:  # type: ignore[override]
         if self._is_bodiless:
             return
-        with caller_gone():
+        try:
             if len(data) <= SLICE_BYTES:
                 await self._writer.write(data)
                 return
             async for part in _slices(data):  # so that a slow caller holds a slice, not the whole
                 await self._writer.write(part)
+        except ConnectionError:  # the caller's end, no upstream is to blame
+            raise CallerGone from None
 
     def write_now(self, data: bytes) -> bool:
         """Write if the caller's socket takes it; False where `write` would have to wait."""
@@ -2516,8 +2538,10 @@ class Reply(web.StreamResponse):
         if len(body) > SLICE_BYTES:
             await self.write(body)
             body = b""
-        with caller_gone():
+        try:
             await self._writer.write_eof(body)
+        except ConnectionError:
+            raise CallerGone from None
 
     def abort(self, request: web.BaseRequest) -> None:
         """Break the connection, so that the caller cannot take what came for the whole."""
@@ -2694,9 +2718,8 @@ class Gateway:
                 "forbidden_origin", f"browser origin {origin} may not call; see --allow-origin"
             )
         self._check_host(call)
-        for name, value in call.low.items():
-            if name[:11] == "x-llmproxy-":
-                self._own_header(call, name, value)
+        for name in call.own:
+            self._own_header(call, name, call.low[name])
         if "cache-control" in call.low:
             call.directives = cache_control(call.low["cache-control"])
 
@@ -2984,7 +3007,7 @@ class Gateway:
             # A plain answer is silent until it is whole: allow for what it has to write.
             learned = self.learned[call.model]
             first_s += learned.output_tokens(call.max_tokens) * learned.token_s
-        headers = end_to_end(call.sent, call.low.get("connection"), NOT_SENT_UPSTREAM)
+        headers = end_to_end(call.sent, call.low.get("connection"), frozenset())
         headers["x-request-id"] = call.trace
         if call.fate != "bypass":
             headers["Accept-Encoding"] = "identity"  # one answer has to fit every caller
@@ -3321,7 +3344,7 @@ class Gateway:
         plan = self._plan(call, circuit)
         upload = Upload(request, self.settings.max_body)
         try:
-            with Watchdog(self._loop, plan.first_s, self.settings.total_timeout) as watchdog:
+            with self.upstream.watch(plan.first_s) as watchdog:
                 body: bytes | AsyncIterator[bytes] | None = call.body
                 if not call.body and request.can_read_body:
                     self._expect(call, request)
