@@ -581,11 +581,9 @@ class Gate:
             ProxyError: queue_full, queue_timeout or what `reject` passes; nothing is held.
             CancelledError: the place in the queue, or the permit just granted, is given back.
         """
+        if (granted := self.enter_now(weight, flow, cost)) is not None:
+            return granted
         start_tag = max(self._virtual, self._finish.get(flow, 0.0))
-        if not self._queue and self._fits(weight):
-            self._charge(flow, start_tag, cost)
-            self._virtual = start_tag
-            return self._grant(weight)
         full = len(self._queue) >= queue_size and not is_again
         if full or self.queued_bytes + size_bytes > QUEUED_BODIES_BYTES:
             what = f"{len(self._queue)} calls" if full else "the bodies that may wait"
@@ -617,6 +615,15 @@ class Gate:
             raise
         finally:
             timer.cancel()
+
+    def enter_now(self, weight: int, flow: tuple[str, str], cost: float) -> int | None:
+        """What `enter` returns, where nobody waits and there is room; else None."""
+        if self._queue or not self._fits(weight):
+            return None
+        start_tag = max(self._virtual, self._finish.get(flow, 0.0))
+        self._charge(flow, start_tag, cost)
+        self._virtual = start_tag
+        return self._grant(weight)
 
     def leave(self, weight: int) -> None:
         self.running -= 1
@@ -2089,7 +2096,9 @@ class Upstream:
                     continue
                 flight.begin(head)  # too long to hold: commit, and pass it on as it comes
                 chunk = b"".join(chunks)
-            await self._push(flight, chunk, watchdog)
+            flight.push(chunk)
+            if flight.is_ahead:
+                await self._hold(flight, watchdog)
         if flight.head is not None:
             return None
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -2104,13 +2113,10 @@ class Upstream:
         return None
 
     @staticmethod
-    async def _push(flight: Flight, chunk: bytes, watchdog: Watchdog) -> None:
-        if chunk:
-            flight.push(chunk)
-            if flight.is_ahead:
-                watchdog.pause()
-                await flight.room()
-                watchdog.resume()
+    async def _hold(flight: Flight, watchdog: Watchdog) -> None:
+        watchdog.pause()
+        await flight.room()
+        watchdog.resume()
 
     async def _stream(
         self, flight: Flight, head: Head, response: aiohttp.ClientResponse,
@@ -2131,15 +2137,18 @@ class Upstream:
         events = None if is_coded else Events(plan.asks_usage)
         flight.begin(head)
         try:
-            await self._push(flight, events.feed(begun) if events else begun, watchdog)
+            if chunk := events.feed(begun) if events else begun:
+                flight.push(chunk)
             while not content.at_eof():
                 chunk = await content.readany()
                 watchdog.heard()
-                if events is not None:
-                    chunk = events.feed(chunk)
-                await self._push(flight, chunk, watchdog)
-            if events is not None:
-                await self._push(flight, events.rest(), watchdog)
+                if events is not None and not (chunk := events.feed(chunk)):
+                    continue
+                flight.push(chunk)
+                if flight.is_ahead:
+                    await self._hold(flight, watchdog)
+            if events is not None and (chunk := events.rest()):
+                flight.push(chunk)
         except (aiohttp.ClientError, OSError):
             if not self._is_whole(flight, head):  # else only the last chunk was missing
                 raise
@@ -2478,7 +2487,7 @@ class Reply(web.StreamResponse):
         if self.is_begun:
             return self._writer
         self.is_begun = True
-        self._request = request
+        self._transport, self._protocol = request.transport, request.protocol
         headers, status = self.head.headers, self.head.status
         version = request.version
         writer = self._writer = request.writer
@@ -2521,8 +2530,8 @@ class Reply(web.StreamResponse):
 
     def write_now(self, data: bytes) -> bool:
         """Write if the caller's socket takes it; False where `write` would have to wait."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing() or self._request.protocol.writing_paused:
+        transport = self._transport
+        if transport is None or transport.is_closing() or self._protocol.writing_paused:
             return False
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
@@ -2853,7 +2862,8 @@ class Gateway:
         call, error = flight.leader, None
         try:
             circuit = self.circuits[self.upstream.name, call.model, call.path]
-            await self._peek(circuit)
+            if circuit.state is not State.CLOSED:
+                await self._peek(circuit)
             is_free = call.route is not None and call.route.is_free
             if not is_free:
                 flight.weight = await self._enter(call, circuit, flight.timing)
@@ -2900,11 +2910,16 @@ class Gateway:
         """Wait for a place in the gate; returns the weight to give back with `gate.leave`."""
         learned = self.learned[call.model]
         prompt_tokens = learned.prompt_tokens(call.chars)
+        weight = max(1, prompt_tokens // 1000)
+        flow = (call.client, call.priority)
+        cost = prompt_tokens + learned.output_tokens(call.max_tokens)
+        if (granted := self.gate.enter_now(weight, flow, cost)) is not None:
+            return granted
         queued_at = self.clock()
         weight = await self.gate.enter(
-            max(1, prompt_tokens // 1000),
-            flow=(call.client, call.priority),
-            cost=prompt_tokens + learned.output_tokens(call.max_tokens),
+            weight,
+            flow=flow,
+            cost=cost,
             size_bytes=len(call.body),
             circuit=circuit,
             queue_size=self.settings.queue_size,
