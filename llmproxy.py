@@ -45,6 +45,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -57,7 +58,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, cast
 
 import aiohttp
 from aiohttp import web
@@ -528,7 +529,7 @@ class Gate:
     part. A head too heavy for what is free may be passed by lighter calls MAX_PASSED times.
     """
 
-    SHARES = {"high": 8.0, "normal": 1.0, "low": 1 / 8}
+    SHARES: ClassVar = {"high": 8.0, "normal": 1.0, "low": 1 / 8}
 
     def __init__(self, slots: int, capacity: int, clock: Clock = time.monotonic) -> None:
         self.slots, self.capacity = slots, capacity
@@ -791,11 +792,13 @@ class Circuit:
 
     def error(self) -> ProxyError:
         upstream, model, path = self.key
+        what = f"{path} for {model}" if model else path
+        wait_s = math.ceil(self.retry_in_s) or 1
         return ProxyError(
-            "circuit_open", f"{upstream} keeps failing on {path}" + (f" for {model}" if model else "")
-            + f"; next trial in {math.ceil(self.retry_in_s) or 1} s",
+            "circuit_open",
+            f"{upstream} keeps failing on {what}; next trial in {wait_s} s",
             retry_after_s=self.retry_in_s,
-        )  # fmt: skip
+        )
 
     def admit(self) -> Attempt:
         """Register an attempt.
@@ -1217,7 +1220,7 @@ class Learned:
 
 
 class Memo(Generic[V]):
-    """Bounded map that makes what is missing; the least recently used that `may_go` is forgotten."""
+    """Bounded map that makes what is missing and forgets the least recently used that `may_go`."""
 
     def __init__(
         self,
@@ -2124,12 +2127,8 @@ class Upstream:
     ) -> Failure | None:  # fmt: skip
         content = response.content
         is_coded = "Content-Encoding" in head.headers
-        begun, event = b"", None
-        while not (content.at_eof() or is_coded or event or len(begun) > SLICE_BYTES):
-            begun += await content.readany()
-            watchdog.heard()
-            event = first_event(begun)
-        if event is not None and (found := stream_error(event)) is not None:
+        begun = b"" if is_coded else await self._first_event(content, watchdog)
+        if (found := stream_error(first_event(begun) or b"")) is not None:
             return await self._failed_stream(head, begun, found, content)
         watchdog.limit_s = plan.silence_s
         # It may change length on the way, by the usage chunk or by our error event.
@@ -2137,18 +2136,9 @@ class Upstream:
         events = None if is_coded else Events(plan.asks_usage)
         flight.begin(head)
         try:
-            if chunk := events.feed(begun) if events else begun:
-                flight.push(chunk)
-            while not content.at_eof():
-                chunk = await content.readany()
-                watchdog.heard()
-                if events is not None and not (chunk := events.feed(chunk)):
-                    continue
-                flight.push(chunk)
-                if flight.is_ahead:
-                    await self._hold(flight, watchdog)
-            if events is not None and (chunk := events.rest()):
-                flight.push(chunk)
+            if begun := events.feed(begun) if events else begun:
+                flight.push(begun)
+            await self._rest(flight, content, events, watchdog)
         except (aiohttp.ClientError, OSError):
             if not self._is_whole(flight, head):  # else only the last chunk was missing
                 raise
@@ -2156,10 +2146,35 @@ class Upstream:
             flight.extra = events.taken if events else b""
         # Without a length or a last chunk, only the stream itself can tell that it is whole.
         flight.is_complete = self._is_whole(flight, head)
-        if not flight.is_complete and not flight.has_failed and flight.size_bytes:
-            if _ends_with_connection(response):
-                raise aiohttp.ClientPayloadError
+        is_cut = not flight.is_complete and not flight.has_failed and flight.size_bytes > 0
+        if is_cut and _ends_with_connection(response):
+            raise aiohttp.ClientPayloadError
         return None
+
+    async def _rest(
+        self, flight: Flight, content: aiohttp.StreamReader, events: Events | None,
+        watchdog: Watchdog,
+    ) -> None:  # fmt: skip
+        """The hot path of a stream: no task, no timer, no lock and no parsing per chunk."""
+        while not content.at_eof():
+            chunk = await content.readany()
+            watchdog.heard()
+            if events is not None and not (chunk := events.feed(chunk)):
+                continue
+            flight.push(chunk)
+            if flight.is_ahead:
+                await self._hold(flight, watchdog)
+        if events is not None and (chunk := events.rest()):
+            flight.push(chunk)
+
+    @staticmethod
+    async def _first_event(content: aiohttp.StreamReader, watchdog: Watchdog) -> bytes:
+        """What comes until the first event is whole: it may be an error, which can be retried."""
+        begun = b""
+        while not (content.at_eof() or first_event(begun) or len(begun) > SLICE_BYTES):
+            begun += await content.readany()
+            watchdog.heard()
+        return begun
 
     @staticmethod
     def _is_whole(flight: Flight, head: Head) -> bool:
@@ -2319,7 +2334,8 @@ class Call:
     leads = False  # a flight that may outlive the call
     fate = code = upstream = ""
     status = 0
-    elapsed_s = 0.0
+    elapsed_s = ended_unix = 0.0
+    reply: Reply | None = None  # one that has begun
     timing = NO_TIME
     usage = NO_USAGE
 
@@ -2399,6 +2415,7 @@ class Counters:
     def end(self, call: Call) -> None:
         now = self._clock()
         elapsed_s = call.elapsed_s = now - call.started_at
+        call.ended_unix = time.time()
         if not call.leads:
             call.let_go()
         self.fates[call.fate] += 1
@@ -2414,7 +2431,7 @@ class Counters:
     def row(call: Call) -> dict[str, Any]:
         """One call for the log and the table; the keys are stable."""
         return {
-            "time_unix": round(time.time() - time.monotonic() + call.started_at + call.elapsed_s, 3), "trace": call.trace, "client": call.client,
+            "time_unix": call.ended_unix, "trace": call.trace, "client": call.client,
             "method": call.method, "path": printable(call.path), "model": printable(call.model),
             "upstream": call.upstream, "fate": call.fate, "status": call.status, "code": call.code,
             "stream": call.is_stream,
@@ -2444,7 +2461,8 @@ class Counters:
             "tokens_in": self.tokens_in, "tokens_out": self.tokens_out,
             "tokens_saved": self.tokens_saved,
             "unpriced_tokens": self.tokens_in + self.tokens_out,  # no prices in this version
-            "latency_ms": _percentiles_ms(self.latency_s), "queue_ms": _percentiles_ms(self.queue_s),
+            "latency_ms": _percentiles_ms(self.latency_s),
+            "queue_ms": _percentiles_ms(self.queue_s),
             "calls_per_s": round(self.rate(), 2),
             "uptime_s": round(self._clock() - self.started_at, 1),
         }  # fmt: skip
@@ -2678,35 +2696,18 @@ class Gateway:
         self.open_calls += 1
         self.counters.requests += 1
         try:
-            self._guard(call)
-            if call.origin is not None and call.method == "OPTIONS":
-                return self._preflight(call)
-            if self.is_draining:
-                raise ProxyError(
-                    "shutting_down", "the proxy is shutting down; try again", retry_after_s=5
-                )
-            if call.route is None or not is_readable(call.low):
-                return await self._bypass(call, request)
-            call.body = await self._read(call, request)
-            found = self._find(call)
-            if found is None:
-                return await self._bypass(call, request)
-            if isinstance(found, Flight):
-                return await self._relay(call, found, request)
-            return await self._serve(call, *found, "hit", request)
+            return await self._answer(call, request)
         except ProxyError as error:
             return self._refuse(call, error)
         except ConnectionError:
+            call.status = call.status or 499  # nginx's number for a caller that hung up
             transport = request.transport
-            if (
-                transport is not None and not transport.is_closing()
-            ):  # cut off, too far behind an overgrown answer
-                call.code = "caller_too_slow"
+            if transport is not None and not transport.is_closing():
+                call.code = "caller_too_slow"  # too far behind an overgrown answer: cut off
                 transport.abort()
-            call.status = call.status or 499
             return _Gone()
         except asyncio.CancelledError:
-            call.status = call.status or 499  # nginx's number for a caller that hung up
+            call.status = call.status or 499
             raise
         except Exception as error:  # a fault of ours: say so, without what it might quote
             log.error("internal error: %s", _where(error))
@@ -2716,6 +2717,24 @@ class Gateway:
             call.fate = call.fate or "bypass"
             self.counters.end(call)
             self.on_call(call)
+
+    async def _answer(self, call: Call, request: web.BaseRequest) -> web.StreamResponse:
+        """Guard, read, join, relay. Each step answers, goes on, or raises one ProxyError."""
+        self._guard(call)
+        if call.origin is not None and call.method == "OPTIONS":
+            return self._preflight(call)
+        if self.is_draining:
+            why = "the proxy is shutting down; try again"
+            raise ProxyError("shutting_down", why, retry_after_s=5)
+        if call.route is None or not is_readable(call.low):
+            return await self._bypass(call, request)
+        call.body = await self._read(call, request)
+        found = self._find(call)
+        if found is None:
+            return await self._bypass(call, request)
+        if isinstance(found, Flight):
+            return await self._relay(call, found, request)
+        return await self._serve(call, *found, "hit", request)
 
     def _guard(self, call: Call) -> None:
         """Who may call, and do we understand the headers that are ours?"""
@@ -2943,7 +2962,7 @@ class Gateway:
             if failure is None:
                 if was_refused or plan.asks_usage:
                     upstream.usage_known[call.path] = not was_refused
-                return
+                return None
             if failure.is_loading:
                 flight.attempts -= 1
                 waited_s = flight.timing.queue_s + self.clock() - began_at
@@ -3335,8 +3354,8 @@ class Gateway:
     async def _bypass(self, call: Call, request: web.BaseRequest) -> web.StreamResponse:
         """Pass a request on unbuffered, both ways. One that may cost goes through the gate."""
         call.fate = "bypass"
-        call.client = client_id(call.credential)
-        call.upstream = self.upstream.name
+        call.client, call.upstream = client_id(call.credential), self.upstream.name
+        call.timing = Timing()
         if call.method != "POST":
             return await self._pass(call, request, None)
         circuit = self.circuits[self.upstream.name, "", call.path]
@@ -3351,39 +3370,13 @@ class Gateway:
         self, call: Call, request: web.BaseRequest, circuit: Circuit | None
     ) -> web.StreamResponse:
         attempt = circuit.admit() if circuit else None
-        sent_at = self.clock()
-        self.counters.upstream_calls += 1
-        self.in_flight += 1
-        reply: Reply | None = None
-        response: aiohttp.ClientResponse | None = None
         plan = self._plan(call, circuit)
         upload = Upload(request, self.settings.max_body)
+        self.counters.upstream_calls += 1
+        self.in_flight += 1
         try:
             with self.upstream.watch(plan.first_s) as watchdog:
-                body: bytes | AsyncIterator[bytes] | None = call.body
-                if not call.body and request.can_read_body:
-                    self._expect(call, request)
-                    if "content-length" in call.low:
-                        plan.headers["Content-Length"] = call.low["content-length"]
-                    body = upload.chunks(watchdog)
-                response = await self.upstream.open(call.method, call.raw_path, plan.headers, body)
-                call.timing.upstream_s = self.clock() - sent_at
-                call.status = response.status
-                head = head_of(response)
-                reply = self._reply(call, head)
-                await reply.prepare(request)
-                watchdog.limit_s = plan.silence_s
-                content, first = response.content, b""
-                while not content.at_eof():
-                    chunk = await content.readany()
-                    first = first or chunk
-                    watchdog.pause()
-                    await reply.write(chunk)
-                    watchdog.resume()
-                await reply.write_eof()
-                if attempt is not None:
-                    self._record(attempt, judge(head, first, 0.0))
-                return reply
+                return await self._through(call, request, plan, attempt, (upload, watchdog))
         except CallerGone:
             raise
         except (aiohttp.ClientError, OSError) as error:
@@ -3394,17 +3387,50 @@ class Gateway:
             if attempt is not None:
                 attempt.failed()
             explained = self.upstream.explain(error)
-            if reply is None:
+            if call.reply is None:
                 raise explained from None
             call.code = explained.code
-            reply.abort(request)
-            return reply
+            call.reply.abort(request)
+            return call.reply
         finally:
             self.in_flight -= 1
             if attempt is not None:
                 attempt.neutral()
-            if response is not None:
-                response.close()
+
+    async def _through(
+        self, call: Call, request: web.BaseRequest, plan: Plan, attempt: Attempt | None,
+        guards: tuple[Upload, Watchdog],
+    ) -> web.StreamResponse:  # fmt: skip
+        """One exchange, chunk by chunk. While we wait for the caller, the watchdog rests."""
+        upload, watchdog = guards
+        sent_at = self.clock()
+        body: bytes | AsyncIterator[bytes] | None = call.body
+        if not call.body and request.can_read_body:
+            self._expect(call, request)
+            if "content-length" in call.low:
+                plan.headers["Content-Length"] = call.low["content-length"]
+            body = upload.chunks(watchdog)
+        response = await self.upstream.open(call.method, call.raw_path, plan.headers, body)
+        try:
+            call.timing.upstream_s = self.clock() - sent_at
+            call.status = response.status
+            head = head_of(response)
+            reply = call.reply = self._reply(call, head)
+            await reply.prepare(request)
+            watchdog.limit_s = plan.silence_s
+            content, first = response.content, b""
+            while not content.at_eof():
+                chunk = await content.readany()
+                first = first or chunk
+                watchdog.pause()
+                await reply.write(chunk)
+                watchdog.resume()
+            await reply.write_eof()
+            if attempt is not None:
+                self._record(attempt, judge(head, first, 0.0))
+            return reply
+        finally:
+            response.close()
 
     # -- admin
 
@@ -3920,48 +3946,55 @@ class _MessageHandler(logging.Handler):
 # Rule: a provider to try things on. Speaks to whoever asks; shares only Wire and Server with us.
 
 MODES = ("ok", "503", "500", "429", "hang", "reset", "truncate", "slow", "loading")
-_COUNTED = {"chat/completions", "completions", "messages", "responses", "embeddings",
-            "completion", "infill", "rerank"}  # fmt: skip
+_TEXT = "This is answer number {} of the mock provider ."
 
 
 class Mock:
     """OpenAI, Anthropic and llama.cpp routes with fault modes and an exact call count.
 
-    `latency_s` passes before the first byte; `rpm` and `tpm` answer 429 beyond them.
+    `latency_s` passes before the first byte; `rpm` and `tpm` answer 429 beyond them, counted
+    over a sliding minute.
     """
 
     def __init__(self, latency_s: float = 0.0, clock: Clock = time.monotonic) -> None:
         self.latency_s = latency_s
         self.mode = "ok"
         self.health = ""  # a mode of its own for /health; empty follows `mode`
-        self.calls = 0
-        self.rpm = self.tpm = 0
+        self.calls = self.rpm = self.tpm = 0
         self._clock = clock
         self._spent: deque[tuple[float, int]] = deque()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        body = await request.read()
-        if request.path == "/_mock":
-            return self._control(request, body)
-        if request.path in ("/health", "/v1/health"):
-            return await self._answer(request, self.health or self.mode, {"status": "ok"})
-        if request.method == "GET":
-            return self._info(request.path)
-        route = request.path.rpartition("/v1/")[2].lstrip("/")
-        parsed = parse_json(body)
-        if route not in _COUNTED and route not in ROUTES:
+        body, path = await request.read(), request.path
+        if path == "/_mock":
+            return self._control(request.method, body)
+        if path in ("/health", "/v1/health"):
+            return await self._answer(request, self.health or self.mode, {"status": "ok"}, None)
+        if request.method == "GET" and path in _MOCK_FACTS:
+            return _json(_MOCK_FACTS[path])
+        route = path.rpartition("/v1/")[2].lstrip("/")
+        if route not in ROUTES or request.method != "POST":
             return _json({"error": {"message": "not found", "type": "not_found_error"}}, 404)
-        if parsed is None:
+        if (parsed := parse_json(body)) is None:
             return _json({"error": {"message": "bad JSON", "type": "invalid_request_error"}}, 400)
         doc, canonical = parsed
-        if route not in _COUNTED:
-            tokens = list(range(max(1, canonical.chars // 4)))
-            return _json({"tokens": tokens, "input_tokens": len(tokens)})
+        prompt_tokens = max(1, canonical.chars // 4)
+        if ROUTES[route].is_free:
+            return _json({"tokens": list(range(prompt_tokens)), "input_tokens": prompt_tokens})
         self.calls += 1
-        prompt = max(1, canonical.chars // 4)
-        if (wait_s := self._over_limit(prompt)) > 0:
+        if (wait_s := self._over_limit(prompt_tokens)) > 0:
             return _mock_error(429, wait_s)
-        return await self._generate(request, route, doc, prompt)
+        words_ = _TEXT.format(self.calls).split()[: max_tokens(doc) or None]
+        plain, events = _mock_answer(route, doc, words_, prompt_tokens)
+        return await self._answer(request, self.mode, plain, events if doc.get("stream") else None)
+
+    def _control(self, method: str, body: bytes) -> web.StreamResponse:
+        if method == "POST":
+            try:
+                self._set(**json.loads(body))
+            except (TypeError, ValueError) as error:
+                return _json({"error": f"{printable(str(error))}; modes: {', '.join(MODES)}"}, 400)
+        return _json({"calls": self.calls, "mode": self.mode})
 
     def _set(
         self, *, mode: str = "", health: str | None = None, latency: float | None = None,
@@ -3979,120 +4012,68 @@ class Mock:
             self.calls = 0
             self._spent.clear()
 
-    def _control(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        if request.method == "POST":
-            try:
-                self._set(**json.loads(body))
-            except (TypeError, ValueError) as error:
-                return _json({"error": f"{printable(str(error))}; modes: {', '.join(MODES)}"}, 400)
-        return _json({"calls": self.calls, "mode": self.mode})
-
-    @staticmethod
-    def _info(path: str) -> web.StreamResponse:
-        if path == "/v1/models":
-            return _json({"object": "list", "data": [{"id": "mock", "object": "model"}]})
-        if path == "/props":
-            return _json({"total_slots": 16, "model_path": "mock.gguf"})
-        return _json({"error": {"message": "not found", "type": "not_found_error"}}, 404)
-
     def _over_limit(self, tokens: int) -> float:
-        """Seconds until the limits of a sliding minute would let the call in; 0 if they do."""
+        """Seconds until the limits would let the call in; 0 where they do."""
         now = self._clock()
         while self._spent and self._spent[0][0] <= now - 60:
             self._spent.popleft()
         used = sum(spent for _, spent in self._spent)
-        over = (self.rpm and len(self._spent) >= self.rpm) or (
-            self.tpm and used + tokens > self.tpm
-        )
-        if over and self._spent:
+        too_many = self.rpm and len(self._spent) >= self.rpm
+        if self._spent and (too_many or (self.tpm and used + tokens > self.tpm)):
             return self._spent[0][0] + 60 - now
         self._spent.append((now, tokens))
         return 0.0
 
-    async def _generate(
-        self, request: web.BaseRequest, route: str, doc: dict[str, Any], prompt: int
-    ) -> web.StreamResponse:
-        words_ = f"This is answer number {self.calls} of the mock provider .".split()
-        limit = max_tokens(doc)
-        words_ = words_[: limit if limit else None]
-        usage = {"prompt_tokens": prompt, "completion_tokens": len(words_),
-                 "total_tokens": prompt + len(words_)}  # fmt: skip
-        anthropic = {"input_tokens": prompt, "output_tokens": len(words_)}
-        model = doc.get("model") or "mock"
-        if doc.get("stream") is True and route in (
-            "chat/completions",
-            "completions",
-            "messages",
-            "completion",
-        ):
-            include = reports_usage(doc)
-            events = _mock_events(route, model, words_, usage if include else None, anthropic)
-            return await self._answer(request, self.mode, events)
-        text = " ".join(words_)
-        return await self._answer(
-            request, self.mode, _mock_document(route, model, text, usage, anthropic)
-        )
-
     async def _answer(
-        self, request: web.BaseRequest, mode: str, answer: dict[str, Any] | list[bytes]
+        self, request: web.BaseRequest, mode: str, plain: dict[str, Any], events: list[bytes] | None
     ) -> web.StreamResponse:
+        """One answer in a mode. A health answer is never late, cut or slow."""
         if mode == "hang":
             while self.mode == "hang":
                 await asyncio.sleep(0.05)
-            raise asyncio.CancelledError
-        is_call = answer != {"status": "ok"}
-        if is_call:
-            await asyncio.sleep(self.latency_s)
-        if mode == "loading":
-            return _json(
-                {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}},
-                503,
-            )
-        if mode in ("500", "503", "429"):
-            return _mock_error(int(mode), 1)
-        if mode == "reset" and request.transport is not None:
-            with contextlib.suppress(OSError):
-                linger = b"\x01\0\0\0\0\0\0\0"  # close with RST
-                request.transport.get_extra_info("socket").setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, linger
-                )
-            request.transport.abort()
             return _Gone()
-        if isinstance(answer, list):
-            return await self._stream(request, mode, answer)
-        body = json.dumps(answer).encode()
-        headers = CIMultiDict(
-            {"Content-Type": "application/json", "Content-Length": str(len(body))}
-        )
+        if is_call := plain != {"status": "ok"}:
+            await asyncio.sleep(self.latency_s)
+        if mode in ("500", "503", "429", "loading"):
+            return _mock_error(503 if mode == "loading" else int(mode), 1, mode)
+        transport = request.transport
+        if mode == "reset" and transport is not None:
+            linger = struct.pack("ii", 1, 0)  # close with RST
+            sock = transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            transport.abort()
+            return _Gone()
+        if events:
+            return await self._send(request, "text/event-stream", mode, events)
+        body = json.dumps(plain).encode()
+        step = 40 if is_call and mode in ("truncate", "slow") else len(body)
+        parts = [body[start : start + step] for start in range(0, len(body), step)]
+        return await self._send(request, "application/json", mode, parts)
+
+    @staticmethod
+    async def _send(
+        request: web.BaseRequest, kind: str, mode: str, parts: list[bytes]
+    ) -> web.StreamResponse:
+        headers = CIMultiDict({"Content-Type": kind})
+        if kind == "application/json":
+            headers["Content-Length"] = str(sum(map(len, parts)))
         reply = Reply(Head(200, "OK", headers))
         await reply.prepare(request)
-        if mode == "truncate" and is_call:
-            await reply.write(body[: len(body) // 2])
-            reply.abort(request)
-            return reply
-        if mode == "slow" and is_call:
-            for byte in body[:10]:
-                await reply.write(bytes([byte]))
-                await asyncio.sleep(1)
-            body = body[10:]
-        await reply.write(body)
+        for number, part in enumerate(parts):
+            if mode == "truncate" and number > len(parts) // 2:
+                reply.abort(request)
+                return reply
+            await reply.write(part)
+            if len(parts) > 1:
+                await asyncio.sleep(1 if mode == "slow" else 0.02)
         await reply.write_eof()
         return reply
 
-    @staticmethod
-    async def _stream(
-        request: web.BaseRequest, mode: str, events: list[bytes]
-    ) -> web.StreamResponse:
-        reply = Reply(Head(200, "OK", CIMultiDict({"Content-Type": "text/event-stream"})))
-        await reply.prepare(request)
-        for number, event in enumerate(events):
-            if mode == "truncate" and number > len(events) // 2:
-                reply.abort(request)
-                return reply
-            await reply.write(event)
-            await asyncio.sleep(1 if mode == "slow" else 0.02)
-        await reply.write_eof()
-        return reply
+
+_MOCK_FACTS: dict[str, dict[str, Any]] = {
+    "/v1/models": {"object": "list", "data": [{"id": "mock", "object": "model"}]},
+    "/props": {"total_slots": 16, "model_path": "mock.gguf"},
+}
 
 
 def _json(doc: dict[str, Any], status: int = 200) -> Reply:
@@ -4100,91 +4081,97 @@ def _json(doc: dict[str, Any], status: int = 200) -> Reply:
     return Reply(Head(status, HTTPStatus(status).phrase, headers), json.dumps(doc).encode())
 
 
-def _mock_error(status: int, wait_s: float) -> Reply:
-    reply = _json(
-        {"error": {"message": f"mock {status}", "type": "server_error", "code": status}}, status
-    )
+def _mock_error(status: int, wait_s: float, mode: str = "") -> Reply:
+    error = {"message": f"mock {status}", "type": "server_error", "code": status}
+    if mode == "loading":  # as llama.cpp says it
+        error = {"message": "Loading model", "type": "unavailable_error", "code": 503}
+    reply = _json({"error": error}, status)
     if status == 429:
         reply.head.headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
     return reply
 
 
-def _mock_document(
-    route: str, model: str, text: str, usage: dict[str, int], anthropic: dict[str, int]
-) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if route == "chat/completions":
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-        return {"id": "chatcmpl-mock", "object": "chat.completion", "created": 0, "model": model,
-                "choices": [choice], "usage": usage}  # fmt: skip
+def _event(doc: dict[str, Any]) -> bytes:
+    name = f"event: {doc['type']}\n" if "type" in doc else ""
+    return f"{name}data: {json.dumps(doc)}\n\n".encode()
+
+
+def _mock_answer(
+    route: str, doc: Mapping[str, Any], words_: list[str], prompt_tokens: int
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The same answer as a document and as the events of a stream."""
+    text, model, count = " ".join(words_), doc.get("model") or "mock", len(words_)
+    if route in ("chat/completions", "completions"):
+        return _mock_openai(route, doc, words_, prompt_tokens)
     if route == "messages":
-        return {"id": "msg_mock", "type": "message", **message, "model": model,
-                "content": [{"type": "text", "text": text}], "stop_reason": "end_turn",
-                "stop_sequence": None, "usage": anthropic}  # fmt: skip
+        return _mock_anthropic(model, words_, prompt_tokens)
+    tokens: dict[str, Any] = {"input_tokens": prompt_tokens, "output_tokens": count}
     if route == "responses":
         part = {"type": "output_text", "text": text, "annotations": []}
         output = {"type": "message", "id": "msg_mock", "role": "assistant", "status": "completed",
                   "content": [part]}  # fmt: skip
-        return {"id": "resp_mock", "object": "response", "created_at": 0, "model": model,
-                "status": "completed", "output": [output], "usage": anthropic}  # fmt: skip
-    if route == "embeddings":
+        plain = {"id": "resp_mock", "object": "response", "created_at": 0, "model": model,
+                 "status": "completed", "output": [output], "usage": tokens}  # fmt: skip
+        delta = {"type": "response.output_text.delta", "item_id": "msg_mock", "output_index": 0,
+                 "content_index": 0}  # fmt: skip
+        deltas = [_event({**delta, "delta": f"{word} "}) for word in words_]
+        return plain, [*deltas, _event({"type": "response.completed", "response": plain})]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    if route in ("embeddings", "embedding"):
         data = [{"object": "embedding", "index": 0, "embedding": [0.1, 0.2, 0.3]}]
-        return {"object": "list", "data": data, "model": model, "usage": usage}
-    if route == "rerank":
-        return {"results": [{"index": 0, "relevance_score": 1.0}], "usage": usage}
-    if route == "completions":
-        choice = {"index": 0, "text": text, "finish_reason": "stop"}
-        return {"id": "cmpl-mock", "object": "text_completion", "created": 0, "model": model,
-                "choices": [choice], "usage": usage}  # fmt: skip
-    return {"content": text, "stop": True, "model": model,
-            "tokens_evaluated": usage["prompt_tokens"],
-            "tokens_predicted": usage["completion_tokens"]}  # fmt: skip
+        return {"object": "list", "data": data, "model": model, "usage": usage}, []
+    if route in ("rerank", "reranking", "moderations"):
+        return {"results": [{"index": 0, "relevance_score": 1.0}], "usage": usage}, []
+    plain = {"content": text, "stop": True, "model": model, "tokens_evaluated": prompt_tokens,
+             "tokens_predicted": count}  # fmt: skip
+    return plain, [
+        *(_event({"content": f"{word} ", "stop": False}) for word in words_),
+        _event({**plain, "content": ""}),
+    ]
 
 
-def _mock_events(
-    route: str,
-    model: str,
-    words_: list[str],
-    usage: dict[str, int] | None,
-    anthropic: dict[str, int],
-) -> list[bytes]:
-    def event(doc: dict[str, Any], name: str = "") -> bytes:
-        head = f"event: {name}\n" if name else ""
-        return f"{head}data: {json.dumps(doc)}\n\n".encode()
+def _mock_openai(
+    route: str, doc: Mapping[str, Any], words_: list[str], prompt_tokens: int
+) -> tuple[dict[str, Any], list[bytes]]:
+    is_chat, text = route == "chat/completions", " ".join(words_)
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(words_),
+             "total_tokens": prompt_tokens + len(words_)}  # fmt: skip
+    kind = "chat.completion" if is_chat else "text_completion"
+    base = {"id": "mock-1", "object": kind, "created": 0, "model": doc.get("model") or "mock"}
+    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    choice = {"index": 0, **said, "logprobs": None, "finish_reason": "stop"}
+    chunk = {**base, "object": kind + ".chunk"} if is_chat else base
 
-    if route == "completion":
-        docs: list[dict[str, Any]] = [{"content": f"{word} ", "stop": False} for word in words_]
-        end = {"content": "", "stop": True, "tokens_predicted": anthropic["output_tokens"],
-               "tokens_evaluated": anthropic["input_tokens"]}  # fmt: skip
-        return [event(doc) for doc in [*docs, end]]
-    if route == "messages":
-        message: dict[str, Any] = {"id": "msg_mock", "type": "message", "role": "assistant", "model": model,
-                   "content": [], "stop_reason": None, "stop_sequence": None,
-                   "usage": {**anthropic, "output_tokens": 1}}  # fmt: skip
-        block = {"type": "text", "text": ""}
-        docs = [
-            {"type": "message_start", "message": message},
-            {"type": "content_block_start", "index": 0, "content_block": block},
-            *({"type": "content_block_delta", "index": 0,
-               "delta": {"type": "text_delta", "text": f"{word} "}} for word in words_),
-            {"type": "content_block_stop", "index": 0},
-            {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-             "usage": {"output_tokens": anthropic["output_tokens"]}},
-            {"type": "message_stop"},
-        ]  # fmt: skip
-        return [event(doc, doc["type"]) for doc in docs]
-    chat = route == "chat/completions"
-    base = {"id": "chatcmpl-mock", "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": 0, "model": model}  # fmt: skip
+    def event(text: str, finish: str | None = None) -> bytes:
+        said = {"delta": {"content": text} if text else {}} if is_chat else {"text": text}
+        return _event({**chunk, "choices": [{"index": 0, **said, "finish_reason": finish}]})
 
-    def chunk(text: str, finish: str | None = None) -> bytes:
-        said = {"delta": {"content": text} if text else {}} if chat else {"text": text}
-        return event({**base, "choices": [{"index": 0, **said, "finish_reason": finish}]})
+    events = [*(event(f"{word} ") for word in words_), event("", "stop")]
+    if reports_usage(doc):
+        events.append(_event({**chunk, "choices": [], "usage": usage}))
+    return {**base, "choices": [choice], "usage": usage}, [*events, b"data: [DONE]\n\n"]
 
-    events = [*(chunk(f"{word} ") for word in words_), chunk("", "stop")]
-    if usage is not None:
-        events.append(event({**base, "choices": [], "usage": usage}))
-    return [*events, b"data: [DONE]\n\n"]
+
+def _mock_anthropic(
+    model: str, words_: list[str], prompt_tokens: int
+) -> tuple[dict[str, Any], list[bytes]]:
+    usage = {"input_tokens": prompt_tokens, "output_tokens": len(words_)}
+    ending = {"stop_reason": "end_turn", "stop_sequence": None}
+    plain = {"id": "msg_mock", "type": "message", "role": "assistant", "model": model,
+             "content": [{"type": "text", "text": " ".join(words_)}], **ending,
+             "usage": usage}  # fmt: skip
+    begun = {**plain, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 1}}
+    block = {"type": "text", "text": ""}
+    delta = {"type": "content_block_delta", "index": 0}
+    docs: list[dict[str, Any]] = [
+        {"type": "message_start", "message": begun},
+        {"type": "content_block_start", "index": 0, "content_block": block},
+        *({**delta, "delta": {"type": "text_delta", "text": f"{word} "}} for word in words_),
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": ending, "usage": {"output_tokens": len(words_)}},
+        {"type": "message_stop"},
+    ]
+    return plain, [_event(doc) for doc in docs]
 
 
 ###############################################################################
@@ -4193,94 +4180,67 @@ def _mock_events(
 # Rule: the newcomer's first minute; a daemon on an embedded mock and a scripted load.
 
 
-@dataclass
 class Scene:
-    """One row of the demo's table."""
+    """One row of the demo's table: calls made, how many reached the provider, how many answered."""
 
-    name: str
-    made: int = 0
-    reached: int = 0
-    ok: int = 0
-    note: str = ""
+    def __init__(self, daemon: Daemon, session: aiohttp.ClientSession, name: str) -> None:
+        self.daemon, self.session, self.name = daemon, session, name
+        self.made = self.reached = self.answered = 0
+        self.note = ""
+
+    async def ask(self, prompt: str) -> int:
+        self.made += 1
+        body = {"model": "demo", "messages": [{"role": "user", "content": prompt}]}
+        url = f"{self.daemon.url}/v1/chat/completions"
+        async with self.session.post(url, json=body) as response:
+            await response.read()
+            self.answered += response.status == 200
+            return response.status
+
+    async def herd(self, prompts: Iterable[str]) -> None:
+        await asyncio.gather(*map(self.ask, prompts))
+
+    async def outage(self, mock: Mock, down_s: float = 8.0) -> None:
+        mock.latency_s, mock.mode = 0.1, "503"
+        began_at = time.monotonic()
+        calls: list[asyncio.Task[int]] = []
+        while (elapsed_s := time.monotonic() - began_at) < down_s + 5:
+            if elapsed_s >= down_s:
+                mock.mode = "ok"
+            calls.append(asyncio.create_task(self.ask(f"Is it {len(calls)} yet?")))
+            await asyncio.sleep(0.25)
+            if mock.mode == "ok" and calls[-1].done() and calls[-1].result() == 200:
+                self.note = f"well after {time.monotonic() - began_at - down_s:.1f} s"
+                break
+        await asyncio.gather(*calls)
 
 
 async def demo(settings: Settings, console: Console | None) -> int:
     """Herd, repeat, distinct prompts and an outage, then a table of what happened."""
     settings.upstream, settings.port = "mock:", 0
     scenes: list[Scene] = []
-    async with Daemon(settings) as daemon, _many_calls() as session:
-        assert daemon.mock is not None
-        daemon.gateway.on_call = lambda call: None
-        play = _Play(daemon, daemon.mock, session, scenes)
-        if console is None:
-            await play.all()
-        else:
-            async with showing(daemon.gateway, daemon.url, console):
-                await play.all()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with Daemon(settings) as daemon, aiohttp.ClientSession(connector=connector) as session:
+        mock = cast(Mock, daemon.mock)
+
+        async def play(name: str, act: Callable[[Scene], Awaitable[None]]) -> None:
+            scene = Scene(daemon, session, name)
+            before, began_at = mock.calls, time.monotonic()
+            await act(scene)
+            scene.reached = mock.calls - before
+            scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
+            scenes.append(scene)
+
+        settings.log = "off"
+        async with showing(daemon.gateway, daemon.url, console):
+            same = ["What is the capital of France?"] * 200
+            await play("200 identical calls at once", lambda scene: scene.herd(same))
+            await play("the same 200 again", lambda scene: scene.herd(same))
+            different = [f"Question {n}?" for n in range(20)]
+            await play("20 different calls at once", lambda scene: scene.herd(different))
+            await play("down for 8 s, 4 calls a second", lambda scene: scene.outage(mock))
     _print_scenes(scenes)
     return 0
-
-
-def _many_calls() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-
-
-class _Play:
-    def __init__(
-        self, daemon: Daemon, mock: Mock, session: aiohttp.ClientSession, scenes: list[Scene]
-    ) -> None:
-        self.daemon, self.mock, self.session, self.scenes = daemon, mock, session, scenes
-
-    async def ask(self, scene: Scene, prompt: str) -> int:
-        scene.made += 1
-        body = {"model": "demo", "messages": [{"role": "user", "content": prompt}]}
-        async with self.session.post(
-            f"{self.daemon.url}/v1/chat/completions", json=body
-        ) as response:
-            await response.read()
-            scene.ok += response.status == 200
-            return response.status
-
-    @contextlib.asynccontextmanager
-    async def scene(self, name: str) -> AsyncIterator[Scene]:
-        scene = Scene(name)
-        self.scenes.append(scene)
-        before, began_at = self.mock.calls, time.monotonic()
-        yield scene
-        scene.reached = self.mock.calls - before
-        scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
-
-    async def all(self) -> None:
-        async with self.scene("200 identical calls at once") as scene:
-            await asyncio.gather(
-                *(self.ask(scene, "What is the capital of France?") for _ in range(200))
-            )
-        async with self.scene("the same 200 again") as scene:
-            await asyncio.gather(
-                *(self.ask(scene, "What is the capital of France?") for _ in range(200))
-            )
-        async with self.scene("20 different calls at once") as scene:
-            await asyncio.gather(*(self.ask(scene, f"Question {n}?") for n in range(20)))
-        async with self.scene("provider down for 8 s, 4 calls a second") as scene:
-            await self.outage(scene)
-
-    async def outage(self, scene: Scene) -> None:
-        self.mock.latency_s, self.mock.mode = 0.1, "503"
-        began_at, calls, number = time.monotonic(), set(), 0
-        recovered_s = None
-        while (elapsed_s := time.monotonic() - began_at) < 13 and recovered_s is None:
-            if elapsed_s >= 8:
-                self.mock.mode = "ok"
-            number += 1
-            call = asyncio.create_task(self.ask(scene, f"Is it {number} yet?"))
-            calls.add(call)
-            call.add_done_callback(calls.discard)
-            await asyncio.sleep(0.25)
-            if self.mock.mode == "ok" and call.done() and call.result() == 200:
-                recovered_s = time.monotonic() - began_at - 8
-        await asyncio.gather(*calls)
-        if recovered_s is not None:
-            scene.note = f"well again after {recovered_s:.1f} s"
 
 
 def _print_scenes(scenes: list[Scene]) -> None:
@@ -4288,13 +4248,11 @@ def _print_scenes(scenes: list[Scene]) -> None:
     from rich.table import Table
 
     table = Table(title="What happened")
-    for name in ("scene", "calls made", "reached the provider", "answered", ""):
+    for name in ("scene", "calls made", "reached provider", "answered", ""):
         table.add_column(name, justify="left" if name in ("scene", "") else "right")
-    for scene in scenes:
-        table.add_row(scene.name, str(scene.made), str(scene.reached), str(scene.ok), scene.note)
-    console = Console()
-    console.width = max(console.width, 100) if not console.is_terminal else console.width
-    console.print(table)
+    for s in scenes:
+        table.add_row(s.name, str(s.made), str(s.reached), str(s.answered), s.note)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 ###############################################################################
@@ -4336,19 +4294,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings_of(args: argparse.Namespace) -> Settings:
-    flags = {
-        name: texts
-        for name in SETTINGS
-        if (texts := getattr(args, f"setting_{name}", None)) is not None
-    }
-    path = Path(args.config) if args.config else None
-    return load_settings(flags, os.environ, path)
-
-
-def _add_serve(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="the daemon (what runs without a command)")
-    _add_settings(parser)
-    parser.set_defaults(run=_cmd_serve)
+    given = {name: getattr(args, f"setting_{name}", None) for name in SETTINGS}
+    flags = {name: texts for name, texts in given.items() if texts is not None}
+    return load_settings(flags, os.environ, Path(args.config) if args.config else None)
 
 
 def _cmd_serve(args: argparse.Namespace) -> int:
@@ -4356,49 +4304,33 @@ def _cmd_serve(args: argparse.Namespace) -> int:
     return _run_loop(run(settings, _console(settings.live)))
 
 
-def _add_mock(commands: Any) -> None:
-    parser = commands.add_parser("mock", help="a stand-in provider with fault modes")
-    parser.add_argument("--host", default="127.0.0.1", help="listen address (default 127.0.0.1)")
-    parser.add_argument("--port", default="9001", help="listen port; 0 picks one (default 9001)")
-    parser.add_argument(
-        "--latency", default="0", metavar="S", help="before the first byte (default 0 s)"
-    )
-    parser.set_defaults(run=_cmd_mock)
+def _add_mock(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="listen address (default 127.0.0.1)")
+    add("--port", default="9001", help="listen port; 0 picks one (default 9001)")
+    add("--latency", default="0", metavar="S", help="before the first byte (default 0 s)")
 
 
 def _cmd_mock(args: argparse.Namespace) -> int:
     try:
-        mock, port_ = Mock(seconds_or_zero(args.latency)), port(args.port)
+        mock, number = Mock(seconds_or_zero(args.latency)), port(args.port)
     except ValueError as error:
         raise ConfigError(f"--latency or --port {error}") from None
 
-    async def serve_mock() -> int:
+    async def serve() -> int:
         stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with listening(mock.handle, args.host, port_) as address:
+        for signal_ in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signal_, stop.set)
+        async with listening(mock.handle, args.host, number) as address:
             print(f"mock provider on {address}; GET or POST {address}/_mock", flush=True)
             await stop.wait()
         return 0
 
-    return _run_loop(serve_mock())
-
-
-def _add_demo(commands: Any) -> None:
-    parser = commands.add_parser(
-        "demo", help="see it work: a scripted load on an embedded provider"
-    )
-    parser.set_defaults(run=_cmd_demo)
+    return _run_loop(serve())
 
 
 def _cmd_demo(args: argparse.Namespace) -> int:
     return _run_loop(demo(Settings(), _console("auto")))
-
-
-def _add_check(commands: Any) -> None:
-    parser = commands.add_parser("check", help="validate the config file and say what it means")
-    _add_settings(parser)
-    parser.set_defaults(run=_cmd_check)
 
 
 def _cmd_check(args: argparse.Namespace) -> int:
@@ -4412,6 +4344,14 @@ def _cmd_check(args: argparse.Namespace) -> int:
     for glob, rule in settings.models:
         print(f"  model {glob}: {', '.join(f'{k} = {v}' for k, v in rule.items())}")
     return 0
+
+
+COMMANDS: dict[str, tuple[str, Any, Any]] = {
+    "serve": ("the daemon (what runs without a command)", _add_settings, _cmd_serve),
+    "mock": ("a stand-in provider with fault modes", _add_mock, _cmd_mock),
+    "demo": ("see it work: a scripted load on an embedded provider", None, _cmd_demo),
+    "check": ("validate the config file and say what it means", _add_settings, _cmd_check),
+}
 
 
 def _console(live: str) -> Console | None:
@@ -4437,9 +4377,6 @@ def _run_loop(work: Any) -> int:
         return int(runner.run(work))
 
 
-COMMANDS = {"serve": _add_serve, "mock": _add_mock, "demo": _add_demo, "check": _add_check}
-
-
 def main(argv: list[str] | None = None) -> int:
     words_ = sys.argv[1:] if argv is None else argv
     if not words_ or (words_[0] not in COMMANDS and words_[0] not in ("-h", "--help", "--version")):
@@ -4449,18 +4386,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"llmproxy {__version__}")
     commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
-    for add in COMMANDS.values():
-        add(commands)
+    for name, (text, add, command) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=command)
+        if add is not None:
+            add(sub)
     logging.basicConfig(handlers=[stderr_log], level=logging.WARNING)
     try:
         args = parser.parse_args(words_)
         return int(args.run(args))
-    except ConfigError as error:
+    except (ConfigError, ListenError) as error:
         print(f"llmproxy: {error}", file=sys.stderr)
-        return 2
-    except ListenError as error:
-        print(f"llmproxy: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
 
