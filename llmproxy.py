@@ -16,8 +16,8 @@ Sections, each using only what stands above it: Errors, Settings, Flow control, 
 Counters, Gateway, Server, Live table, Mock, Demo, Command line.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_bytes`, `_tokens`. Instants named `*_at`
-are monotonic. Everything runs on one event loop in one thread: state changes between two awaits are
-atomic, and there is no lock anywhere in this file.
+are monotonic. All state lives on one event loop in one thread: changes between two awaits are
+atomic, and there is no lock. Only text leaves it, for the threads that write stderr and the table.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ log = logging.getLogger("llmproxy")
 ###############################################################################
 # Errors
 ###############################################################################
-# Rule: knows nothing of HTTP libraries. Each leaf is one row of the README's table; only
-# Gateway turns one into a response.
+# Rule: knows nothing of HTTP libraries. Each code is one row of the README's table; they become
+# responses in Gateway, and in Server for what is no HTTP request.
 
 
 class ConfigError(Exception):
@@ -162,7 +162,7 @@ class CallerGone(ConnectionError):
 ###############################################################################
 # Rule: one declaration per setting; flag, TOML key, environment variable, help, README table and
 # `status` all read it. Knows nothing of anything that runs. Live settings act at the next decision
-# because everyone reads them from the one Settings object.
+# because everyone reads them from the one Settings object (the Gate's sizes: from `resize`).
 
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {
@@ -225,7 +225,7 @@ def url(text: str) -> str:
             raise ValueError
     except ValueError:
         raise ValueError(
-            "wants a base URL like http://127.0.0.1:8080 (no user@), or mock:"
+            "wants a base URL with http:// or https:// (and no user@), or mock:"
         ) from None
     return text.rstrip("/")
 
@@ -234,6 +234,7 @@ def words(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         return text if text in allowed else _refuse("one of " + ", ".join(allowed))
 
+    parse.choices = allowed  # type: ignore[attr-defined]
     return parse
 
 
@@ -261,6 +262,7 @@ def setting(
 ) -> Any:
     """Declare one setting; a list as default makes it repeatable."""
     many = isinstance(default, list)
+    unit = unit or "|".join(getattr(parse, "choices", ()))
     meta = {"parse": parse, "unit": unit, "help": text, "live": live, "many": many}
     if many:
         return field(default_factory=list, metadata=meta)
@@ -348,7 +350,7 @@ class Settings:
         "SSE comments to a streaming caller that still waits; later errors then come in-band",
     )
     state: str = setting(
-        "none", words("none"), "path", "the ledger; this version keeps none", live=False
+        "none", words("none"), "", "the ledger; this version keeps none", live=False
     )
     live: str = setting(
         "auto", words("auto", "on", "off"), "", "the live table; auto: on a terminal", live=False
@@ -453,7 +455,7 @@ def _load_file(settings: Settings, file: Path, is_optional: bool) -> None:
     except OSError as error:
         if is_optional and isinstance(error, FileNotFoundError):
             return
-        raise ConfigError(f"{file}: {error.strerror or error}; make it readable") from None
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         why = printable(str(error)) or "nested too deeply"
         raise ConfigError(f"{file}: not valid TOML: {why}") from None
@@ -461,7 +463,7 @@ def _load_file(settings: Settings, file: Path, is_optional: bool) -> None:
     def where(key: str) -> str:
         pattern = re.compile(rf"^\s*(\[.*)?[\"']?{re.escape(key)}[\"']?\s*[\]=.]")
         lines = (n for n, line in enumerate(text.splitlines(), 1) if pattern.match(line))
-        return f"{file}:{next(lines, 1)}: {key}"
+        return f"{file}:{next(lines, 1)}: {printable(key)}"
 
     for key, value in data.items():
         name = key.replace("-", "_")
@@ -490,7 +492,8 @@ def _model_rule(glob: str, rule: Any, where: Callable[[str], str]) -> tuple[str,
         if key != "retry":
             raise ConfigError(f"{where(key)}: {unknown_name(key, ['retry'])}")
         if value not in RETRY_KINDS:
-            raise ConfigError(f"{where(key)}: wants one of {', '.join(RETRY_KINDS)}, got {value}")
+            got = printable(str(value))
+            raise ConfigError(f"{where(key)}: wants one of {', '.join(RETRY_KINDS)}, got {got}")
     return glob, rule
 
 
@@ -660,7 +663,8 @@ class Gate:
             self._remove(waiter)
             if waiter.future.done():  # cancelled, its task has not run yet
                 continue
-            self._granted_at = now if self._queue else None
+            if self._queue:
+                self._granted_at = now
             self._virtual = max(self._virtual, waiter.start_tag)
             waiter.future.set_result(self._grant(waiter.weight))
 
@@ -679,6 +683,8 @@ class Gate:
     def _remove(self, waiter: _Waiter) -> None:
         self._queue.remove(waiter)
         self.queued_bytes -= waiter.size_bytes
+        if not self._queue:  # an idle hour says nothing about the wait
+            self._granted_at = None
 
     def _fail(self, waiter: _Waiter, error: ProxyError) -> None:
         self._remove(waiter)
@@ -693,7 +699,7 @@ class Gate:
             waiter,
             ProxyError(
                 "queue_timeout",
-                f"waited {timeout_s:g} s (--queue-timeout) and {position} calls are still ahead",
+                f"waited {timeout_s:.0f} s for a turn (--queue-timeout); {position} are ahead",
                 retry_after_s=self.expected_wait_s(position + 1),
             ),
         )
@@ -716,12 +722,19 @@ TRANSITIONS: dict[tuple[State, str], State] = {
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One admitted attempt's entry in its circuit; ends in exactly one of ok, failed, neutral."""
+    """One admitted attempt's entry in its circuit; ends in one of ok, failed, alive, neutral."""
 
     circuit: Circuit
     epoch: int
     is_trial: bool
     is_over: bool = False
+    has_place: bool = True  # of a trial, while it holds others up
+
+    def give_place(self) -> None:
+        """Let the next trial through; this one's outcome still counts."""
+        if self.is_trial and self.has_place:
+            self.has_place = False
+            self.circuit._free(self)
 
     def ok(self) -> None:
         self._end(True)
@@ -760,7 +773,7 @@ class Circuit:
         key: tuple[str, str, str],
         settings: Settings,
         clock: Clock = time.monotonic,
-        on_open: Callable[[Circuit], None] = lambda circuit: None,
+        on_move: Callable[[Circuit], None] = lambda circuit: None,
     ) -> None:
         self.key = key
         self.state = State.CLOSED
@@ -768,7 +781,7 @@ class Circuit:
         self.opened = asyncio.Event()  # wakes calls in their backoff
         self.is_sick = False  # a health check has failed since it opened
         self.attempt_s: deque[float] = deque(maxlen=100)  # for timeout = auto
-        self._settings, self._clock, self._on_open = settings, clock, on_open
+        self._settings, self._clock, self._on_move = settings, clock, on_move
         self._recent: deque[bool] = deque(maxlen=self.WINDOW)
         self._trials: deque[bool] = deque(maxlen=self.TRIALS)
         self._trial_runs = False
@@ -777,6 +790,11 @@ class Circuit:
 
     def __repr__(self) -> str:
         return f"<Circuit {self.key} {self.state.value} in_row={self.in_row}>"
+
+    @property
+    def what(self) -> str:
+        _, model, path = self.key
+        return printable(path) + (f" for {printable(model)}" if model else "")
 
     @property
     def retry_in_s(self) -> float:
@@ -791,12 +809,10 @@ class Circuit:
             raise self.error()
 
     def error(self) -> ProxyError:
-        upstream, model, path = self.key
-        what = f"{path} for {model}" if model else path
         wait_s = math.ceil(self.retry_in_s) or 1
         return ProxyError(
             "circuit_open",
-            f"{upstream} keeps failing on {what}; next trial in {wait_s} s",
+            f"{self.key[0]} keeps failing on {self.what}; next trial in {wait_s} s",
             retry_after_s=self.retry_in_s,
         )
 
@@ -823,22 +839,21 @@ class Circuit:
             self.is_sick = False
             self._trial_at = self._clock()
 
-    def close(self) -> None:
-        if self.state is not State.CLOSED:
-            self.state = State.CLOSED
-            self._reset()
-
     def timeout_s(self) -> float:
-        """The learned timeout: twice the p99, in 1..30 s, never under what the last 100 needed."""
+        """Twice the learned p99, in 1..30 s; more only where one of the last 100 needed more."""
         if not self.attempt_s:
             return 30.0
         return max(min(max(2 * percentile(self.attempt_s, 0.99), 1.0), 30.0), *self.attempt_s)
+
+    def _free(self, attempt: Attempt) -> None:
+        if attempt.epoch == self._epoch:
+            self._trial_runs = False
 
     def _record(self, attempt: Attempt, ok: bool | None) -> None:
         if attempt.epoch != self._epoch:
             return
         if attempt.is_trial:
-            self._trial_runs = False
+            attempt.give_place()
             if ok is not None:
                 self._record_trial(ok)
             return
@@ -850,17 +865,18 @@ class Circuit:
         if not ok and (self.in_row >= self._settings.breaker_failures or half):
             self._move("tripped")
             self._trial_at = self._clock() + self._settings.breaker_cooldown
-            self._on_open(self)
+            self._on_move(self)
 
     def _record_trial(self, ok: bool) -> None:
         self._trials.append(ok)
         if not ok:
             self._move("trial failed")
             self._trial_at = self._clock() + 2 * self._settings.breaker_cooldown
-            self._on_open(self)
+            self._on_move(self)
         elif sum(self._trials) >= self._settings.breaker_success * len(self._trials):
             self._move("proved")
             self._reset()
+            self._on_move(self)
 
     def _move(self, event: str) -> None:
         self.state = TRANSITIONS[self.state, event]
@@ -935,13 +951,15 @@ class Flight:
     is_sent = False  # an attempt is with the upstream now
     head: Head | None = None
     first = 0  # index of chunks[0]; grows once overgrown
-    size_bytes = 0
+    size_bytes = held_bytes = 0
     read_bytes = 0  # by the fastest caller
     is_done = is_overgrown = False
     has_failed = False  # its stream ended in an error event
     is_complete = False  # may be kept
     error: ProxyError | None = None  # with a head: broke off in mid-answer
     attempt: Attempt | None = None
+    sent_at = 0.0
+    is_void = False  # an error under status 200: costs nothing
     weight = 0  # what it holds of the gate
     upstream = ""
     usage = NO_USAGE
@@ -971,8 +989,11 @@ class Flight:
 
     def push(self, chunk: bytes) -> None:
         """Append a chunk. Callers that keep up get it written here and now, without a wake-up."""
+        if not chunk:  # a chunk of no bytes would end a chunked answer
+            return
         before = self.size_bytes
         self.chunks.append(chunk)
+        self.held_bytes += len(chunk)
         self.size_bytes = before + len(chunk)
         behind = False
         for follower in self._followers:
@@ -1062,13 +1083,18 @@ class Flight:
         """Wait until the upstream may be read on.
 
         Raises:
-            CallerGone: nobody reads, and what comes can no longer be kept.
+            CallerGone: nobody reads and what comes can no longer be kept, or no caller has taken
+                a byte for CALLER_S.
         """
         while self.is_ahead:
             if not self.callers:
                 raise CallerGone
             self._room = self._loop.create_future()
-            await self._room
+            try:
+                async with asyncio.timeout(CALLER_S):
+                    await self._room
+            except TimeoutError:
+                raise CallerGone from None
 
     def leave(self) -> None:
         self.callers -= 1
@@ -1083,13 +1109,15 @@ class Flight:
     def _trim(self) -> None:
         """Hold what the fastest caller has yet to read, and a window before it for the others."""
         self.is_overgrown = True
-        before = self.size_bytes - sum(map(len, self.chunks))
-        while len(self.chunks) > 1:
-            before += len(self.chunks[0])
-            if before > self.read_bytes - FLIGHT_WINDOW_BYTES:
-                break
-            del self.chunks[0]
-            self.first += 1
+        needless = self.held_bytes - (self.size_bytes - self.read_bytes) - FLIGHT_WINDOW_BYTES
+        count = 0
+        while count < len(self.chunks) - 1 and len(self.chunks[count]) <= needless:
+            needless -= len(self.chunks[count])
+            self.held_bytes -= len(self.chunks[count])
+            count += 1
+        if count:
+            del self.chunks[:count]
+            self.first += count
 
 
 @dataclass(slots=True)
@@ -1194,7 +1222,8 @@ class Learned:
         self.token_s = TOKEN_S_UNLEARNED
         self._outputs: deque[int] = deque(maxlen=100)
         self._output_p95 = OUTPUT_TOKENS_UNLEARNED
-        self._prompts = self._calls = 0
+        self._chars, self._tokens = 3000.0, 1000.0  # fading: what is believed unlearned
+        self._calls = 0
 
     def prompt_tokens(self, chars: int) -> int:
         return round(chars / self.chars_per_token)
@@ -1207,9 +1236,10 @@ class Learned:
         if usage.is_estimated:
             return
         if usage.prompt > 0 and chars > 0:
-            self._prompts += 1  # a plain mean over the first calls, then a running one
-            step = max(1 / self._prompts, 0.1)
-            self.chars_per_token += step * (chars / usage.prompt - self.chars_per_token)
+            # Sums, not a mean of ratios: a short prompt is mostly the model's chat template.
+            self._chars = 0.9 * self._chars + chars
+            self._tokens = 0.9 * self._tokens + usage.prompt
+            self.chars_per_token = min(max(self._chars / self._tokens, 1.0), 10.0)
         if usage.completion > 0:
             self._outputs.append(usage.completion)
             self._calls += 1
@@ -1265,8 +1295,8 @@ HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
      "te", "trailer", "transfer-encoding", "upgrade")
 )  # fmt: skip
-# Content-Length and Host are made anew; Origin ends here, because CORS is answered here.
 OWN_HEADERS = {"x-llmproxy-priority", "x-llmproxy-retry", "x-llmproxy-task"}
+# Content-Length and Host are made anew; Origin ends here, because CORS is answered here.
 NOT_SENT_UPSTREAM = HOP_BY_HOP | {"host", "content-length", "expect", "origin", "x-request-id"}
 CREDENTIALS = ("authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
 ANSWER_CHANGING = (
@@ -1427,6 +1457,16 @@ def first_event(data: bytes) -> bytes | None:
     return data[: match.end()] if match else None
 
 
+def is_event(data: bytes) -> bool:
+    """Whether an event without its blank line is whole."""
+    if _DONE.search(data):
+        return True
+    try:
+        return bool(data) and json.loads(event_data(data)) is not None
+    except (ValueError, RecursionError):
+        return False
+
+
 def last_event_end(data: bytes) -> int:
     """Where the last whole event ends; 0 where none does."""
     ends = ((data.rfind(mark), len(mark)) for mark in (b"\n\n", b"\n\r\n", b"\r\r"))
@@ -1477,12 +1517,14 @@ class Events:
         self.taken = b""
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self._seam = b""  # the last bytes of what is held
 
     def feed(self, chunk: bytes) -> bytes:
         if not self._held and chunk.endswith(b"\n\n"):
             return self._take(chunk) if self.takes_usage else chunk
-        seam = self._held[-1][-3:] if self._held else b""  # an end may lie across two chunks
+        seam = self._seam  # an end may lie across chunks
         end = last_event_end(seam + chunk)
+        self._seam = (seam + chunk)[-3:]
         if not end and self._held_bytes + len(chunk) <= SLICE_BYTES:
             self._held.append(chunk)
             self._held_bytes += len(chunk)
@@ -1492,6 +1534,7 @@ class Events:
         self._held, self._held_bytes = [], 0
         if cut < len(data):
             self._held, self._held_bytes = [data[cut:]], len(data) - cut
+        self._seam = data[cut:][-3:]
         return self._take(data[:cut]) if self.takes_usage else data[:cut]
 
     def rest(self) -> bytes:
@@ -1598,7 +1641,7 @@ def _inner(doc: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _whole(doc: dict[str, Any], name: str) -> int:
     value = doc.get(name)
-    return value if type(value) is int and value >= 0 else 0
+    return value if type(value) is int and 0 <= value < 2**40 else 0
 
 
 def decoded(body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -1703,8 +1746,8 @@ def join_path(base: str, raw_path: str) -> str:
 ###############################################################################
 # Upstream
 ###############################################################################
-# Rule: one server and its connections. Sends one attempt and says what came of it; knows nothing
-# of callers, queues, or whether there will be another attempt.
+# Rule: one server and its connections. Sends one attempt of a flight and says what came of it;
+# knows nothing of queues, or whether there will be another attempt.
 
 TRANSIENT = frozenset((408, 429, 500, 502, 503, 504, 529))
 # llama.cpp's answers to a prompt that does not fit, of any age: the same again, every time.
@@ -1761,7 +1804,7 @@ class Plan:
 class Watchdogs:
     """All attempts of an upstream that are under a limit, looked over by one timer.
 
-    So a fast attempt costs no timer, and a chunk costs an assignment.
+    So an attempt costs no timer of its own, and a chunk costs an assignment.
     """
 
     TICK_S = 0.05
@@ -1819,14 +1862,16 @@ class Watchdog:
 
     def pause(self) -> None:
         self.is_paused = True
+        self.heard()
 
     def resume(self) -> None:
         self.is_paused = False
+        self._deadline += self._loop.time() - self.heard_at
         self.heard()
 
     def is_due(self, now: float) -> bool:
-        silent = now - self.heard_at >= self.limit_s and not self.is_paused
-        return silent or now >= self._deadline
+        silent = now - self.heard_at >= self.limit_s or now >= self._deadline
+        return silent and not self.is_paused
 
     def expire(self) -> None:
         self.has_expired = True
@@ -1892,6 +1937,20 @@ class _Resolver(aiohttp.ThreadedResolver):
         ]
 
 
+_EXPLANATIONS = (  # the first that fits
+    (aiohttp.ConnectionTimeoutError, "upstream_timeout",
+     "cannot connect to {base} within {limit} s (--connect-timeout)"),
+    (aiohttp.ClientConnectorError, "upstream_unreachable",
+     "cannot reach {base}: start the server there, or set --upstream ({reason})"),
+    (TimeoutError, "upstream_timeout", "{base} was silent for too long (--timeout)"),
+    (aiohttp.ClientPayloadError, "upstream_incomplete",
+     "{base} broke off in the middle of its answer"),
+    ((OSError, aiohttp.ServerDisconnectedError), "upstream_unreachable",
+     "{base} closed the connection without an answer"),
+    (Exception, "upstream_unreachable", "{base} answered something that is not HTTP"),
+)  # fmt: skip
+
+
 class Upstream:
     """One base URL and the connections to it."""
 
@@ -1901,8 +1960,9 @@ class Upstream:
         self.slots: int | None = None
         self.is_reachable: bool | None = None
         self.is_loading = False
+        self.is_healthy = True  # as the last health check said
         self.checked_at = self.checked_s = 0.0  # when the last health check ended, how long it took
-        self.usage_known: dict[str, bool] = {}  # by path: takes stream_options.include_usage
+        self.usage_known: dict[str, bool] = {}  # by route: takes stream_options.include_usage
         self._settings = settings
         self._health_path = "/health"
         self._check: asyncio.Task[bool] | None = None
@@ -1962,11 +2022,9 @@ class Upstream:
             except TimeoutError as error:
                 raise aiohttp.ConnectionTimeoutError from error
             except aiohttp.ClientConnectorError as error:
-                if self.is_reachable is not False:
-                    self.is_reachable = False
-                    log.warning("%s", self.explain(error).message)
+                self._reached(False, self.explain(error).message)
                 raise
-            self.is_reachable = True
+            self._reached(True)
             protocol = cast(Any, connection.protocol)
             is_used, protocol.llmproxy_used = hasattr(protocol, "llmproxy_used"), True
             if is_used and protocol.should_close:  # something came that nobody had asked for
@@ -1979,6 +2037,13 @@ class Upstream:
                 if not is_used or time.monotonic() - sent_at > STALE_CONNECTION_S:
                     raise
                 connector = self._single  # once, and surely on a fresh one
+
+    def _reached(self, is_reachable: bool, message: str = "") -> None:
+        """Say it once when that changes."""
+        if self.is_reachable is not is_reachable:
+            if self.is_reachable is False or message:
+                log.warning("%s", message or f"{self.base} is reachable")
+            self.is_reachable = self.is_healthy = is_reachable
 
     def _request(self, method: str, raw_path: str, headers: Headers, body: Any) -> _Request:
         data = body
@@ -2018,34 +2083,12 @@ class Upstream:
 
     def explain(self, error: BaseException) -> ProxyError:
         """Our error for what `open` or the body raised; never quotes header bytes."""
-        if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return ProxyError(
-                "upstream_timeout",
-                f"cannot connect to {self.base} within {self._settings.connect_timeout:g} s "
-                "(--connect-timeout)",
-            )
+        code, text = next((c, t) for kind, c, t in _EXPLANATIONS if isinstance(error, kind))
+        reason = ""
         if isinstance(error, aiohttp.ClientConnectorError):
-            reason = error.os_error.strerror or type(error.os_error).__name__
-            return ProxyError(
-                "upstream_unreachable",
-                f"cannot reach {self.base} ({printable(reason)}); start the server there, "
-                "or set --upstream",
-            )
-        if isinstance(error, TimeoutError):
-            return ProxyError(
-                "upstream_timeout", f"{self.base} was silent for too long (--timeout)"
-            )
-        if isinstance(error, aiohttp.ClientPayloadError):
-            return ProxyError(
-                "upstream_incomplete", f"{self.base} broke off in the middle of its answer"
-            )
-        if isinstance(error, (OSError, aiohttp.ServerDisconnectedError)):
-            return ProxyError(
-                "upstream_unreachable", f"{self.base} closed the connection without an answer"
-            )
-        return ProxyError(
-            "upstream_unreachable", f"{self.base} answered something that is not HTTP"
-        )
+            reason = printable(error.os_error.strerror or type(error.os_error).__name__)
+        limit = f"{self._settings.connect_timeout:g}"
+        return ProxyError(code, text.format(base=self.base, limit=limit, reason=reason))
 
     async def attempt(self, flight: Flight, plan: Plan) -> Failure | None:
         """One attempt for a flight.
@@ -2097,6 +2140,7 @@ class Upstream:
                 held += len(chunk)
                 if held <= FLIGHT_BYTES:
                     continue
+                flight.has_failed = head.status >= 500
                 flight.begin(head)  # too long to hold: commit, and pass it on as it comes
                 chunk = b"".join(chunks)
             flight.push(chunk)
@@ -2138,7 +2182,7 @@ class Upstream:
         try:
             if begun := events.feed(begun) if events else begun:
                 flight.push(begun)
-            await self._rest(flight, content, events, watchdog)
+            await self._rest(flight, response, events, watchdog)
         except (aiohttp.ClientError, OSError):
             if not self._is_whole(flight, head):  # else only the last chunk was missing
                 raise
@@ -2146,16 +2190,17 @@ class Upstream:
             flight.extra = events.taken if events else b""
         # Without a length or a last chunk, only the stream itself can tell that it is whole.
         flight.is_complete = self._is_whole(flight, head)
-        is_cut = not flight.is_complete and not flight.has_failed and flight.size_bytes > 0
+        is_cut = not (flight.is_complete or flight.has_failed or is_coded) and flight.size_bytes > 0
         if is_cut and _ends_with_connection(response):
             raise aiohttp.ClientPayloadError
         return None
 
     async def _rest(
-        self, flight: Flight, content: aiohttp.StreamReader, events: Events | None,
+        self, flight: Flight, response: aiohttp.ClientResponse, events: Events | None,
         watchdog: Watchdog,
     ) -> None:  # fmt: skip
         """The hot path of a stream: no task, no timer, no lock and no parsing per chunk."""
+        content = response.content
         while not content.at_eof():
             chunk = await content.readany()
             watchdog.heard()
@@ -2164,8 +2209,10 @@ class Upstream:
             flight.push(chunk)
             if flight.is_ahead:
                 await self._hold(flight, watchdog)
-        if events is not None and (chunk := events.rest()):
-            flight.push(chunk)
+        rest = events.rest() if events is not None else b""
+        # Half an event at the end of a connection is what a cut leaves.
+        if not _ends_with_connection(response) or is_event(rest):
+            flight.push(rest)
 
     @staticmethod
     async def _first_event(content: aiohttp.StreamReader, watchdog: Watchdog) -> bytes:
@@ -2180,13 +2227,16 @@ class Upstream:
     def _is_whole(flight: Flight, head: Head) -> bool:
         """Whether a stream has said that it is at its end, and not with an error."""
         call = flight.leader
-        tail = decoded(flight.tail(SLICE_BYTES), head.headers)
+        is_coded = "Content-Encoding" in head.headers  # which can be read from its start only
+        tail = decoded(flight.tail(FLIGHT_BYTES if is_coded else SLICE_BYTES), head.headers)
         flight.has_failed = any(map(stream_error, EVENT_END.split(tail)))
+        flight.has_failed |= b'"response.failed"' in tail
         if flight.has_failed or call.route is None:
             return False
         ends = call.route.ends
-        count = call.doc.get("n") if ends is _FINISH else 1
-        wanted = count if type(count) is int else 1
+        count, prompts = call.doc.get("n"), call.doc.get("prompt")
+        wanted = count if type(count) is int and ends is _FINISH else 1
+        wanted *= len(prompts) if isinstance(prompts, list) and ends is _FINISH else 1
         return bool(_DONE.search(tail)) or (ends is not None and len(ends.findall(tail)) >= wanted)
 
     async def _failed_stream(
@@ -2221,12 +2271,14 @@ class Upstream:
                     self._health_path = "/v1/models"
                     status, _ = await self._get(self._health_path)
         except (aiohttp.ClientError, OSError, ValueError):
+            self.is_healthy = False
             return False
         finally:
             self.checked_at = time.monotonic()
             self.checked_s = self.checked_at - started_at
         self.is_loading = status == 503 and self.is_loading
-        return status < 300 or status in (401, 403)
+        self.is_healthy = status < 300 or status in (401, 403)
+        return self.is_healthy
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         """A small question of our own, beside the calls and on a connection of its own."""
@@ -2247,6 +2299,7 @@ class Upstream:
         while self.is_loading:
             left_s = until - time.monotonic()
             if left_s <= 0:
+                self.is_loading = False  # until the next answer says so again
                 raise ProxyError(
                     "queue_timeout",
                     f"{self.base} is still loading its model (--queue-timeout)",
@@ -2303,7 +2356,7 @@ async def _slices(body: bytes) -> AsyncIterator[bytes]:
 ###############################################################################
 # Counters
 ###############################################################################
-# Rule: what has happened, in numbers. `status`, the live table and the log read nothing else.
+# Rule: one caller's request as it is known so far, and what has happened, in numbers.
 
 _TRACE = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
@@ -2375,9 +2428,17 @@ class Call:
             self.dialect = "anthropic"
 
     @property
+    def name(self) -> str:
+        """The route without any prefix: chat/completions."""
+        return self.path.rpartition("/v1/")[2].lstrip("/")
+
+    @property
     def credential(self) -> str:
         get = self.low.get
-        return "\0".join([get(name, "") for name in CREDENTIALS])
+        found = [get(name, "") for name in CREDENTIALS]
+        if "key=" in self.raw_path and (key := re.search(r"[?&]key=([^&]*)", self.raw_path)):
+            found.append(key[1])
+        return "\0".join(found)
 
     @property
     def max_age_s(self) -> float:
@@ -2420,9 +2481,10 @@ class Counters:
             call.let_go()
         self.fates[call.fate] += 1
         self._ended_at.append(now)
-        if call.fate != "rejected":
+        if call.fate != "rejected" and call.status != 499:
             self.latency_s.append(elapsed_s)
-            self.queue_s.append(call.timing.queue_s)
+            if call.fate != "joined":
+                self.queue_s.append(call.timing.queue_s)
         if call.fate in ("joined", "hit", "stale"):
             self.tokens_saved += call.usage.prompt + call.usage.completion
         self.recent.append(call)
@@ -2437,7 +2499,7 @@ class Counters:
             "stream": call.is_stream,
             "queue_ms": round(call.timing.queue_s * 1000, 1),
             "retry_ms": round(call.timing.retry_s * 1000, 1),
-            "ttft_ms": round(call.timing.upstream_s * 1000, 1),
+            "ttft_ms": round(min(call.timing.upstream_s, call.elapsed_s) * 1000, 1),
             "total_ms": round(call.elapsed_s * 1000, 1),
             "tokens_in": call.usage.prompt, "tokens_cached": call.usage.cached,
             "tokens_out": call.usage.completion, "tokens_estimated": call.usage.is_estimated,
@@ -2476,7 +2538,10 @@ def _percentiles_ms(values_s: Iterable[float]) -> dict[str, float]:
 ###############################################################################
 # Gateway
 ###############################################################################
-# Rule: the way of a request. The only place that turns errors into responses.
+# Rule: the way of a request.
+
+
+_NO_LIMIT = contextlib.nullcontext()
 
 
 class Reply(web.StreamResponse):
@@ -2534,16 +2599,24 @@ class Reply(web.StreamResponse):
                 raise CallerGone from None
         return writer
 
-    async def write(self, data: bytes) -> None:  # type: ignore[override]
-        if self._is_bodiless:
+    async def write(  # type: ignore[override]
+        self, data: bytes, limit_s: float | None = None
+    ) -> None:
+        """Write, waiting at most `limit_s` for a caller whose socket is full.
+
+        Raises:
+            CallerGone: it hung up, or took nothing for that long.
+        """
+        if self._is_bodiless or not data:
             return
         try:
-            if len(data) <= SLICE_BYTES:
-                await self._writer.write(data)
-                return
-            async for part in _slices(data):  # so that a slow caller holds a slice, not the whole
-                await self._writer.write(part)
-        except ConnectionError:  # the caller's end, no upstream is to blame
+            async with asyncio.timeout(limit_s) if limit_s else _NO_LIMIT:
+                if len(data) <= SLICE_BYTES:
+                    await self._writer.write(data)
+                else:  # so that a slow caller holds a slice, not the whole
+                    async for part in _slices(data):
+                        await self._writer.write(part)
+        except (ConnectionError, TimeoutError):  # the caller's end, no upstream is to blame
             raise CallerGone from None
 
     def write_now(self, data: bytes) -> bool:
@@ -2600,7 +2673,7 @@ class Upload:
                 async with asyncio.timeout(CALLER_S):
                     chunk = await content.readany()
             except TimeoutError:
-                self.error = ProxyError("caller_stalled", f"no byte of the body for {CALLER_S:g} s")
+                self.error = _stalled()
                 raise ConnectionAbortedError from None
             finally:
                 watchdog.resume()
@@ -2622,7 +2695,7 @@ class Gateway:
         self.gate = Gate(*self._limits(None), clock)
         self.upstream = Upstream(_upstream_name(settings.upstream), settings.upstream, settings)
         self.circuits: Memo[Circuit] = Memo(
-            lambda key: Circuit(key, settings, clock, self._circuit_opened),
+            lambda key: Circuit(key, settings, clock, self._circuit_moved),
             may_go=lambda circuit: circuit.state is State.CLOSED,
         )
         self.learned: Memo[Learned] = Memo(lambda model: Learned())
@@ -2698,7 +2771,7 @@ class Gateway:
         try:
             return await self._answer(call, request)
         except ProxyError as error:
-            return self._refuse(call, error)
+            return self._refuse(call, error, request)
         except ConnectionError:
             call.status = call.status or 499  # nginx's number for a caller that hung up
             transport = request.transport
@@ -2711,7 +2784,7 @@ class Gateway:
             raise
         except Exception as error:  # a fault of ours: say so, without what it might quote
             log.error("internal error: %s", _where(error))
-            return self._refuse(call, _internal())
+            return self._refuse(call, _internal(), request)
         finally:
             self.open_calls -= 1
             call.fate = call.fate or "bypass"
@@ -2789,7 +2862,9 @@ class Gateway:
         content = request.content
         try:
             while not content.at_eof():
-                chunk = await content.readany()
+                # Nearly always all is there already, and needs no timer.
+                async with asyncio.timeout(CALLER_S) if not content.is_eof() else _NO_LIMIT:
+                    chunk = await content.readany()
                 left -= len(chunk)
                 if left < 0:
                     raise _too_large(self.settings.max_body)
@@ -2798,6 +2873,8 @@ class Gateway:
             if request.transport is None:
                 raise CallerGone from None
             raise ProxyError("invalid_request", "the body's framing is broken") from None
+        except TimeoutError:
+            raise _stalled() from None
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _expect(self, call: Call, request: web.BaseRequest) -> None:
@@ -2892,13 +2969,18 @@ class Gateway:
                 self._leave(flight)
         except ProxyError as caught:
             error = caught
-        except (CallerGone, asyncio.CancelledError):
+        except CallerGone:
+            error = _stalled()
+        except asyncio.CancelledError:
             error = ProxyError("shutting_down", "the proxy was stopped", retry_after_s=5)
         except Exception as caught:
             log.error("internal error: %s", _where(caught))
             error = _internal()
         finally:
-            self._account(flight)
+            try:
+                self._account(flight)
+            except Exception as caught:  # whatever an upstream reports, its callers must land
+                log.error("internal error: %s", _where(caught))
             self.flights.land(flight)
             flight.finish(error)
             call.leads = False
@@ -2935,18 +3017,19 @@ class Gateway:
         if (granted := self.gate.enter_now(weight, flow, cost)) is not None:
             return granted
         queued_at = self.clock()
-        weight = await self.gate.enter(
-            weight,
-            flow=flow,
-            cost=cost,
-            size_bytes=len(call.body),
-            circuit=circuit,
-            queue_size=self.settings.queue_size,
-            timeout_s=max(0.001, self.settings.queue_timeout - timing.queue_s),
-            is_again=is_again,
-        )
-        timing.queue_s += self.clock() - queued_at
-        return weight
+        try:
+            return await self.gate.enter(
+                weight,
+                flow=flow,
+                cost=cost,
+                size_bytes=len(call.body),
+                circuit=circuit,
+                queue_size=self.settings.queue_size,
+                timeout_s=max(0.001, self.settings.queue_timeout - timing.queue_s),
+                is_again=is_again,
+            )
+        finally:
+            timing.queue_s += self.clock() - queued_at
 
     async def _send(self, flight: Flight, circuit: Circuit) -> None:
         """Attempts until one answers, or the policy says that it was the last."""
@@ -2961,7 +3044,7 @@ class Gateway:
             failure = await self._attempt(flight, circuit, plan, began_at)
             if failure is None:
                 if was_refused or plan.asks_usage:
-                    upstream.usage_known[call.path] = not was_refused
+                    upstream.usage_known[call.name] = not was_refused
                 return None
             if failure.is_loading:
                 flight.attempts -= 1
@@ -2969,7 +3052,7 @@ class Gateway:
                 await upstream.wait_ready(self.settings.queue_timeout - waited_s)
                 self._spawn(self._learn_props())
                 continue
-            if plan.asks_usage and self._refuses_usage(failure, call.path):
+            if plan.asks_usage and self._refuses_usage(failure, call.name):
                 flight.attempts -= 1
                 was_refused = True
                 plan.asks_usage, plan.body = False, call.body
@@ -2989,18 +3072,15 @@ class Gateway:
         sent_at = self.clock()
         flight.attempts += 1
         flight.is_sent = True
+        flight.sent_at = sent_at
         flight.timing.retry_s = sent_at - began_at
         self.counters.upstream_calls += 1
         self.in_flight += 1
 
         def on_begin() -> None:
-            nonlocal attempt
             flight.timing.upstream_s = self.clock() - sent_at
             circuit.attempt_s.append(flight.timing.upstream_s)
-            if attempt.is_trial:  # its first byte proves it; a long stream holds nobody up
-                attempt.ok()
-                if circuit.state is State.CLOSED:
-                    attempt = circuit.admit()
+            attempt.give_place()  # a long stream holds no other trial up
 
         flight.on_begin, flight.attempt = on_begin, attempt
         try:
@@ -3037,7 +3117,7 @@ class Gateway:
         else:
             silence_s = circuit.timeout_s() if circuit else 30.0
         first_s = silence_s
-        if not call.is_stream and "timeout" not in settings.given:
+        if not call.is_stream and (settings.timeout == "auto" or "timeout" not in settings.given):
             # A plain answer is silent until it is whole: allow for what it has to write.
             learned = self.learned[call.model]
             first_s += learned.output_tokens(call.max_tokens) * learned.token_s
@@ -3050,14 +3130,14 @@ class Gateway:
         if (
             may_ask
             and not reports_usage(call.doc)
-            and self.upstream.usage_known.get(call.path, True)
+            and self.upstream.usage_known.get(call.name, True)
         ):
             asking = ask_for_usage(call.body, call.doc)
             if asking is not None:
                 plan.body, plan.asks_usage = asking, True
         return plan
 
-    def _refuses_usage(self, failure: Failure, path: str) -> bool:
+    def _refuses_usage(self, failure: Failure, name: str) -> bool:
         """Whether the upstream refuses the field that we added, not the call.
 
         Where it has never taken the field before, any 400 may mean that; asked once.
@@ -3067,9 +3147,11 @@ class Gateway:
         head, body = failure.answer
         if FIELD_REFUSED.search(body):
             return head.status in (200, 400, 422)
-        is_first = path not in self.upstream.usage_known
-        self.upstream.usage_known.setdefault(path, True)
-        return is_first and head.status in (400, 422)
+        if head.status not in (400, 422):
+            return False
+        is_first = name not in self.upstream.usage_known
+        self.upstream.usage_known.setdefault(name, True)
+        return is_first
 
     async def _back_off(self, flight: Flight, circuit: Circuit, failure: Failure) -> bool:
         """Wait before a further attempt; False where the upstream asks for too long a wait."""
@@ -3086,7 +3168,10 @@ class Gateway:
         except TimeoutError:
             if is_queued:
                 call, timing = flight.leader, flight.timing
-                flight.weight = await self._enter(call, circuit, timing, is_again=True)
+                try:
+                    flight.weight = await self._enter(call, circuit, timing, is_again=True)
+                except ProxyError:  # the upstream's own words tell more than "the queue is full"
+                    return False
             return True
         raise circuit.error()
 
@@ -3097,6 +3182,7 @@ class Gateway:
         head, body = failure.answer
         if flight.attempts > 1:
             head.headers["x-should-retry"] = "false"
+        flight.is_void = True
         flight.begin(head)
         if body:
             flight.push(body)
@@ -3104,7 +3190,7 @@ class Gateway:
     def _account(self, flight: Flight) -> None:
         """Count what the upstream used, and keep the answer where that is allowed."""
         call, head = flight.leader, flight.head
-        if head is None or head.status != 200:
+        if head is None or head.status != 200 or flight.is_void:
             return
         body = flight.tail(FLIGHT_BYTES)
         plain = decoded(body, head.headers)
@@ -3114,7 +3200,7 @@ class Gateway:
             written = plain.count(b"data:") if head.is_stream else len(plain) // 4
             usage = Usage(learned.prompt_tokens(call.chars), 0, written, is_estimated=True)
         else:
-            learned.teach(call.chars, usage, self.clock() - call.started_at - flight.timing.queue_s)
+            learned.teach(call.chars, usage, self.clock() - flight.sent_at)
         flight.usage = usage
         self.counters.spent(usage)
         is_newest = self.flights.running.get(flight.key) is flight
@@ -3126,7 +3212,10 @@ class Gateway:
             )  # fmt: skip
             self.flights.keep(flight.key, kept, self.settings.cache_bytes)
 
-    def _circuit_opened(self, circuit: Circuit) -> None:
+    def _circuit_moved(self, circuit: Circuit) -> None:
+        if circuit.state is State.CLOSED:
+            log.warning("circuit closed: %s is answered again", circuit.what)
+            return
         log.warning("circuit open: %s", circuit.error().message)
         self.gate.reject(circuit, circuit.error)
         if self._watch is None or self._watch.done():
@@ -3148,60 +3237,64 @@ class Gateway:
         """Give one caller the flight's answer, from the beginning, at the caller's pace."""
         flight.callers += 1
         call.is_stream = flight.leader.is_stream
-        reply: Reply | None = None
         try:
             if self.settings.keepalive is None or not call.is_stream:
                 while flight.head is None and not flight.is_done:
                     await flight.news()
             else:
-                reply = await self._keep_alive(call, flight, request, self.settings.keepalive)
-            if reply is not None and flight.head is not None and not flight.head.is_stream:
-                return await self._in_band(call, flight, reply)
-            call.model, call.timing = flight.leader.model, flight.timing
-            call.upstream, call.usage = flight.upstream, flight.usage
-            head = flight.head
-            if head is None:
-                assert flight.error is not None
-                raise flight.error
-            call.status = head.status
-            is_whole = flight.is_done and flight.error is None and not flight.is_overgrown
-            if is_whole and reply is None and not head.is_stream:
-                reply = self._reply(call, head, flight.tail(FLIGHT_BYTES))
-                await reply.prepare(request)
-            else:
-                if reply is None:
-                    reply = self._reply(call, head)
-                    await reply.prepare(request)
-                await self._pump(flight, reply)
-                if flight.error is not None:
-                    raise flight.error
-            await reply.write_eof()
-            call.usage = flight.usage
-            return reply
+                await self._keep_alive(call, flight, request, self.settings.keepalive)
+            return await self._deliver(call, flight, request)
         except ProxyError as error:
             call.usage = flight.usage
-            if reply is None or not reply.is_begun:
+            if call.reply is None:
                 return await self._stale(call, flight, error, request)
-            return await self._break_off(call, flight, error, reply, request)
+            return await self._break_off(call, flight, error, call.reply, request)
         finally:
             flight.leave()
             self._abandon(flight)
 
     async def _keep_alive(
         self, call: Call, flight: Flight, request: web.BaseRequest, every_s: float
-    ) -> Reply | None:
-        """Wait for the flight's head; a reply only where comments had to begin one."""
-        reply = None
+    ) -> None:
+        """Wait for the flight's head; where that takes long, begin a reply with comments."""
         while flight.head is None and not flight.is_done:
             try:
                 async with asyncio.timeout(every_s):
                     await flight.news()
             except TimeoutError:
-                if reply is None:
+                if call.reply is None:
+                    call.status = 200
                     head = Head(200, "OK", CIMultiDict({"Content-Type": "text/event-stream"}))
-                    reply = self._reply(call, head)
-                    await reply.prepare(request)
-                await reply.write(b": waiting\n\n")
+                    call.reply = self._reply(call, head)
+                    await call.reply.prepare(request)
+                await call.reply.write(b": waiting\n\n")
+
+    async def _deliver(
+        self, call: Call, flight: Flight, request: web.BaseRequest
+    ) -> web.StreamResponse:
+        """The flight's head is known, or it has failed."""
+        call.model, call.timing = flight.leader.model, flight.timing
+        call.upstream, call.usage = flight.upstream, flight.usage
+        if call.fate == "joined":  # its own wait, not the leader's
+            call.timing = Timing(upstream_s=self.clock() - call.started_at)
+        head, reply = flight.head, call.reply
+        if head is None:
+            raise flight.error or _internal()
+        if reply is not None and not head.is_stream:
+            return await self._in_band(call, flight, reply)
+        call.status = head.status
+        if flight.is_done and not (flight.error or flight.is_overgrown or head.is_stream):
+            reply = call.reply = self._reply(call, head, flight.tail(FLIGHT_BYTES))
+            await reply.prepare(request)
+        else:
+            if reply is None:
+                reply = call.reply = self._reply(call, head)
+                await reply.prepare(request)
+            await self._pump(flight, reply)
+            if flight.error is not None:
+                raise flight.error
+        await reply.write_eof()
+        call.usage = flight.usage
         return reply
 
     async def _pump(self, flight: Flight, reply: Reply) -> None:
@@ -3246,7 +3339,7 @@ class Gateway:
             await flight.news()
         try:
             event = json.dumps(json.loads(flight.tail(FLIGHT_BYTES))).encode()
-        except ValueError:
+        except (ValueError, RecursionError):
             error = ProxyError("upstream_incomplete", "the upstream sent no stream")
             event = error_body(error, call.dialect, call.trace)
         name = b"event: error\n" if call.dialect == "anthropic" else b""
@@ -3258,8 +3351,8 @@ class Gateway:
         """When the last caller has left: finish and keep it, or give the slot free."""
         if flight.callers or flight.is_done or flight.task is None:
             return
-        if flight.attempt is not None and flight.attempt.is_trial:
-            flight.attempt.neutral()  # its place is for somebody who waits
+        if flight.attempt is not None:
+            flight.attempt.give_place()  # it is for somebody who waits
         wanted = self.settings.abandon == "finish" and flight.leader.may_join
         if not (flight.is_sent and wanted) or flight.is_overgrown:
             self.flights.land(flight)
@@ -3272,7 +3365,7 @@ class Gateway:
         call.fate, call.status, call.model = fate, 200, kept.model
         call.upstream, call.usage = kept.upstream, Usage(*kept.tokens)
         head = kept.head()
-        is_stream = head.is_stream
+        is_stream = call.is_stream = head.is_stream
         reply = self._reply(call, head, None if is_stream else kept.body, age_s)
         await reply.prepare(request)
         if is_stream:
@@ -3301,18 +3394,13 @@ class Gateway:
 
     def _stamp(self, call: Call, headers: Headers) -> None:
         """The headers that every response carries."""
-        timing = call.timing
         headers["x-llmproxy-fate"] = call.fate or "rejected"
         headers["x-llmproxy-trace"] = call.trace
         if call.upstream:
             headers["x-llmproxy-upstream"] = call.upstream
         if "x-request-id" not in headers:
             headers["x-request-id"] = headers.get("request-id", call.trace)
-        headers.add(
-            "Server-Timing",
-            f"queue;dur={timing.queue_s * 1000:.1f}, limit;dur=0.0, "
-            f"retry;dur={timing.retry_s * 1000:.1f}, upstream;dur={timing.upstream_s * 1000:.1f}",
-        )
+        headers.add("Server-Timing", server_timing(call.timing))
         if call.origin is not None:
             for name in [n for n in headers if CORS.fullmatch(n)]:
                 del headers[name]
@@ -3320,8 +3408,14 @@ class Gateway:
             headers["Access-Control-Expose-Headers"] = "*"
             headers.add("Vary", "Origin")
 
-    def _refuse(self, call: Call, error: ProxyError) -> web.StreamResponse:
-        """An error of our own, in the caller's dialect."""
+    def _refuse(
+        self, call: Call, error: ProxyError, request: web.BaseRequest
+    ) -> web.StreamResponse:
+        """An error of our own, in the caller's dialect; too late for one once a reply has begun."""
+        if call.reply is not None and call.reply.is_begun:
+            call.code = error.code
+            call.reply.abort(request)
+            return call.reply
         if error.is_rejection:
             call.fate = "rejected"
         call.status, call.code = error.status, error.code
@@ -3386,12 +3480,7 @@ class Gateway:
                 raise upload.error from None
             if attempt is not None:
                 attempt.failed()
-            explained = self.upstream.explain(error)
-            if call.reply is None:
-                raise explained from None
-            call.code = explained.code
-            call.reply.abort(request)
-            return call.reply
+            raise self.upstream.explain(error) from None
         finally:
             self.in_flight -= 1
             if attempt is not None:
@@ -3415,6 +3504,8 @@ class Gateway:
             call.timing.upstream_s = self.clock() - sent_at
             call.status = response.status
             head = head_of(response)
+            if attempt is not None and call.status < 400:
+                attempt.give_place()
             reply = call.reply = self._reply(call, head)
             await reply.prepare(request)
             watchdog.limit_s = plan.silence_s
@@ -3423,7 +3514,7 @@ class Gateway:
                 chunk = await content.readany()
                 first = first or chunk
                 watchdog.pause()
-                await reply.write(chunk)
+                await reply.write(chunk, CALLER_S)
                 watchdog.resume()
             await reply.write_eof()
             if attempt is not None:
@@ -3441,7 +3532,7 @@ class Gateway:
             self._check_admin(call, request, origin)
             status, doc = self._admin_doc(call.path.removeprefix(ADMIN))
         except ProxyError as error:
-            return self._refuse(call, error)
+            return self._refuse(call, error, request)
         headers: Headers = CIMultiDict(
             {"Content-Type": "application/json", "Cache-Control": "no-store"}
         )
@@ -3486,6 +3577,8 @@ class Gateway:
         """What the status route, the live table and scripts see."""
         upstream = self.upstream
         reachable = {None: "unknown", True: "up", False: "unreachable"}[upstream.is_reachable]
+        if reachable == "up" and not upstream.is_healthy:
+            reachable = "unhealthy"
         open_circuits = [
             {
                 "upstream": c.key[0], "model": printable(c.key[1]), "path": printable(c.key[2]),
@@ -3516,6 +3609,13 @@ class Gateway:
         }  # fmt: skip
 
 
+def server_timing(timing: Timing) -> str:
+    return (
+        f"queue;dur={timing.queue_s * 1000:.1f}, limit;dur=0.0, "
+        f"retry;dur={timing.retry_s * 1000:.1f}, upstream;dur={timing.upstream_s * 1000:.1f}"
+    )
+
+
 @functools.lru_cache(1024)
 def client_id(credential: str) -> str:
     """A name for a caller's credential that does not tell it."""
@@ -3528,6 +3628,10 @@ def _too_large(limit_bytes: int) -> ProxyError:
     return ProxyError(
         "request_too_large", f"the body is larger than {limit_bytes} bytes (--max-body)"
     )
+
+
+def _stalled() -> ProxyError:
+    return ProxyError("caller_stalled", f"no byte of the body for {CALLER_S:g} s")
 
 
 def _internal() -> ProxyError:
@@ -3553,6 +3657,16 @@ def _where(error: BaseException) -> str:
 # Rule: sockets, signals, the event loop. Knows nothing of flags.
 
 
+class _OneLine(logging.Formatter):
+    """No traceback: other libraries' might quote secrets."""
+
+    def formatException(self, ei: Any) -> str:
+        return ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(super().format(record).split("\n")).rstrip()
+
+
 class StderrLog(logging.Handler):
     """Writes lines from a thread: a stderr that nobody reads holds up no call.
 
@@ -3563,9 +3677,10 @@ class StderrLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter("llmproxy: %(message)s"))
+        self.setFormatter(_OneLine("llmproxy: %(message)s"))
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._dropped = 0
+        self._is_writing = False
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -3583,17 +3698,19 @@ class StderrLog(logging.Handler):
     def flush(self) -> None:
         """Wait until all is written, a second at most."""
         end_at = time.monotonic() + 1.0
-        while self._lines.qsize() and time.monotonic() < end_at:
+        while (self._lines.qsize() or self._is_writing) and time.monotonic() < end_at:
             time.sleep(0.01)
 
     def _write(self) -> None:
         while True:
             line = self._lines.get()
+            self._is_writing = True
             if self._dropped:
                 line += f"\nllmproxy: {self._dropped} lines were dropped, stderr was too slow"
                 self._dropped = 0
             with contextlib.suppress(OSError, ValueError):  # closed: there is nobody to tell
                 print(line, file=sys.stderr, flush=True)
+            self._is_writing = False
 
 
 stderr_log = StderrLog()
@@ -3620,6 +3737,7 @@ class _Connection(web.RequestHandler):
         headers: Headers = CIMultiDict({"Content-Type": "application/json"})
         headers["x-should-retry"], headers["x-llmproxy-fate"] = "false", "rejected"
         headers["x-llmproxy-trace"] = headers["x-request-id"] = trace
+        headers["Server-Timing"] = server_timing(NO_TIME)
         head = Head(error.status, HTTPStatus(error.status).phrase, headers)
         return Reply(head, error_body(error, "openai", trace))
 
@@ -3801,7 +3919,7 @@ def render(
 
 
 def _number_columns(width: int) -> int:
-    return min(8, max(4, width // 16))
+    return 4 if width < 112 else 8
 
 
 def _numbers(status: dict[str, Any], width: int) -> RenderableType:
@@ -3946,6 +4064,7 @@ class _MessageHandler(logging.Handler):
 # Rule: a provider to try things on. Speaks to whoever asks; shares only Wire and Server with us.
 
 MODES = ("ok", "503", "500", "429", "hang", "reset", "truncate", "slow", "loading")
+_MOCK_KEYS = "an object of mode, health, latency, rpm, tpm, reset"
 _TEXT = "This is answer number {} of the mock provider ."
 
 
@@ -3992,8 +4111,8 @@ class Mock:
         if method == "POST":
             try:
                 self._set(**json.loads(body))
-            except (TypeError, ValueError) as error:
-                return _json({"error": f"{printable(str(error))}; modes: {', '.join(MODES)}"}, 400)
+            except (TypeError, ValueError):
+                return _json({"error": f"wants {_MOCK_KEYS}; modes: {', '.join(MODES)}"}, 400)
         return _json({"calls": self.calls, "mode": self.mode})
 
     def _set(
@@ -4002,7 +4121,7 @@ class Mock:
     ) -> None:  # fmt: skip
         numbers = [0.0 if n is None else float(n) for n in (latency, rpm, tpm)]
         if (mode or "ok") not in MODES or (health or "ok") not in MODES or min(numbers) < 0:
-            raise ValueError("wants a known mode and numbers from 0")
+            raise ValueError
         self.mode = mode or self.mode
         self.health = self.health if health is None else health
         self.latency_s = self.latency_s if latency is None else numbers[0]
@@ -4029,7 +4148,8 @@ class Mock:
     ) -> web.StreamResponse:
         """One answer in a mode. A health answer is never late, cut or slow."""
         if mode == "hang":
-            while self.mode == "hang":
+            is_health = plain == {"status": "ok"}
+            while (self.health or self.mode if is_health else self.mode) == "hang":
                 await asyncio.sleep(0.05)
             return _Gone()
         if is_call := plain != {"status": "ok"}:
@@ -4267,16 +4387,20 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        flag = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        if flag:
-            known = [*(f"--{flag_name(name)}" for name in SETTINGS), "--config", "--latency"]
-            near = difflib.get_close_matches(flag[1], known, 1)
-            message = f"unknown flag {flag[1]}" + (f"; did you mean {near[0]}?" if near else "")
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def refuse(self, rest: list[str]) -> NoReturn:
+        flag = rest[0].partition("=")[0]
+        known = [name for action in self._actions for name in action.option_strings]
+        near = difflib.get_close_matches(flag, known, 1)
+        what = "flag" if flag.startswith("-") else "word"
+        self.error(f"unknown {what} {flag}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("settings", "live ones can be changed while the daemon runs")
+    group = parser.add_argument_group(
+        "settings", "those marked live are read anew at every decision"
+    )
     group.add_argument(
         "--config",
         metavar="PATH",
@@ -4284,12 +4408,14 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
     for name, item in SETTINGS.items():
         meta = item.metadata
-        unit = f" {meta['unit']}" if meta["unit"] == "s" else ""
-        default = default_text(name) + unit
+        default, unit = default_text(name), meta["unit"]
+        if unit == "s" and default[0].isdigit():
+            default += " s"
         notes = [f"default {default}"] + ["live"] * meta["live"] + ["repeatable"] * meta["many"]
         group.add_argument(
             f"--{flag_name(name)}", dest=f"setting_{name}", action="append",
-            metavar=(meta["unit"] or "value").upper(), help=f"{meta['help']} ({', '.join(notes)})",
+            metavar=unit if "|" in unit else (unit or "value").upper(),
+            help=f"{meta['help']} ({', '.join(notes)})",
         )  # fmt: skip
 
 
@@ -4388,12 +4514,14 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
     for name, (text, add, command) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=command)
+        sub.set_defaults(run=command, parser=sub)
         if add is not None:
             add(sub)
     logging.basicConfig(handlers=[stderr_log], level=logging.WARNING)
     try:
-        args = parser.parse_args(words_)
+        args, rest = parser.parse_known_args(words_)
+        if rest:
+            args.parser.refuse(rest)
         return int(args.run(args))
     except (ConfigError, ListenError) as error:
         print(f"llmproxy: {error}", file=sys.stderr)
