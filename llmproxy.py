@@ -1271,7 +1271,7 @@ class Memo(Generic[V]):
                 )
                 if old is not None:
                     del self._values[old]
-        else:
+        elif len(self._values) > self._limit // 2:
             self._values.move_to_end(key)
         return value
 
@@ -2327,7 +2327,7 @@ def _connect_limit(limit_s: float) -> aiohttp.ClientTimeout:
 
 def head_of(response: aiohttp.ClientResponse) -> Head:
     headers = response.headers
-    connection = ", ".join(headers.getall("Connection", ()))
+    connection = ", ".join(headers.getall("Connection")) if "Connection" in headers else None
     kept = end_to_end(headers.items(), connection, HOP_BY_HOP)
     return Head(response.status, response.reason or "", kept)
 
@@ -2416,10 +2416,10 @@ class Call:
         self.low, self.sent = low, sent
         self.is_admin = path.startswith(ADMIN)
         self.origin = low.get("origin")
-        trace = low.get("x-request-id", "")
-        if not _TRACE.fullmatch(trace):
-            parent = _TRACEPARENT.fullmatch(low.get("traceparent", ""))
-            trace = parent[1] if parent else new_trace()
+        trace, parent = low.get("x-request-id"), low.get("traceparent")
+        if trace is None or not _TRACE.fullmatch(trace):
+            found = _TRACEPARENT.fullmatch(parent) if parent else None
+            trace = found[1] if found else new_trace()
         self.trace = trace
         self.route = route = find_route(self.method, path)
         if route is not None:
@@ -2611,11 +2611,8 @@ class Reply(web.StreamResponse):
             return
         try:
             async with asyncio.timeout(limit_s) if limit_s else _NO_LIMIT:
-                if len(data) <= SLICE_BYTES:
-                    await self._writer.write(data)
-                else:  # so that a slow caller holds a slice, not the whole
-                    async for part in _slices(data):
-                        await self._writer.write(part)
+                async for part in _slices(data):  # a slow caller holds a slice, not the whole
+                    await self._writer.write(part)
         except (ConnectionError, TimeoutError):  # the caller's end, no upstream is to blame
             raise CallerGone from None
 
@@ -2862,9 +2859,11 @@ class Gateway:
         content = request.content
         try:
             while not content.at_eof():
-                # Nearly always all is there already, and needs no timer.
-                async with asyncio.timeout(CALLER_S) if not content.is_eof() else _NO_LIMIT:
+                if content.is_eof():  # nearly always: all is there already, and needs no timer
                     chunk = await content.readany()
+                else:
+                    async with asyncio.timeout(CALLER_S):
+                        chunk = await content.readany()
                 left -= len(chunk)
                 if left < 0:
                     raise _too_large(self.settings.max_body)
@@ -4337,7 +4336,9 @@ class Scene:
 
 async def demo(settings: Settings, console: Console | None) -> int:
     """Herd, repeat, distinct prompts and an outage, then a table of what happened."""
-    settings.upstream, settings.port = "mock:", 0
+    settings.upstream, settings.port, settings.log = "mock:", 0, "off"
+    if console is None:  # the outage is on purpose: print the table only
+        log.setLevel(logging.ERROR)
     scenes: list[Scene] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with Daemon(settings) as daemon, aiohttp.ClientSession(connector=connector) as session:
@@ -4351,7 +4352,6 @@ async def demo(settings: Settings, console: Console | None) -> int:
             scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
             scenes.append(scene)
 
-        settings.log = "off"
         async with showing(daemon.gateway, daemon.url, console):
             same = ["What is the capital of France?"] * 200
             await play("200 identical calls at once", lambda scene: scene.herd(same))
@@ -4493,7 +4493,7 @@ def _run_loop(work: Any) -> int:
     """Run on uvloop where it is installed."""
     # A call leaves little that is cyclic: collect seldom, and never what was there at the start.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(50_000, 20, 20)
     factory = None
     with contextlib.suppress(ImportError):
         import uvloop
