@@ -2048,7 +2048,7 @@ class Upstream:
     def _request(self, method: str, raw_path: str, headers: Headers, body: Any) -> _Request:
         data = body
         if isinstance(body, bytes):
-            data = _slices(body) if len(body) > FLIGHT_WINDOW_BYTES else None
+            data = _as_stream(body) if len(body) > FLIGHT_WINDOW_BYTES else None
         url, target = self._targets[raw_path]
         request = _Request(
             method, url, headers=headers, data=data, loop=self._loop, proxy=self._proxy
@@ -2348,9 +2348,15 @@ def _is_whole_json(head: Head, body: bytes) -> bool:
     return True
 
 
-async def _slices(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), SLICE_BYTES):
-        yield body[start : start + SLICE_BYTES]
+def slices(body: bytes) -> Iterable[bytes]:
+    if len(body) <= SLICE_BYTES:
+        return (body,)
+    return (body[start : start + SLICE_BYTES] for start in range(0, len(body), SLICE_BYTES))
+
+
+async def _as_stream(body: bytes) -> AsyncIterator[bytes]:
+    for part in slices(body):
+        yield part
 
 
 ###############################################################################
@@ -2611,7 +2617,7 @@ class Reply(web.StreamResponse):
             return
         try:
             async with asyncio.timeout(limit_s) if limit_s else _NO_LIMIT:
-                async for part in _slices(data):  # a slow caller holds a slice, not the whole
+                for part in slices(data):  # a slow caller holds a slice, not the whole
                     await self._writer.write(part)
         except (ConnectionError, TimeoutError):  # the caller's end, no upstream is to blame
             raise CallerGone from None

@@ -2798,6 +2798,7 @@ async def test_an_endless_stream_is_ended_when_nobody_reads(
                     await reader.read(2**16)
             writer.transport.abort()
             await asyncio.wait_for(up.asked[-1].gone.wait(), 5)
+            assert caller.gateway.status()["kept_answers"] == 0
 
 
 @aio
