@@ -1235,8 +1235,7 @@ class Learned:
     def teach(self, chars: int, usage: Usage, elapsed_s: float) -> None:
         if usage.is_estimated:
             return
-        if usage.prompt > 0 and chars > 0:
-            # Sums, not a mean of ratios: a short prompt is mostly the model's chat template.
+        if usage.prompt > 0 and chars >= 200:  # a shorter prompt is mostly the chat template
             self._chars = 0.9 * self._chars + chars
             self._tokens = 0.9 * self._tokens + usage.prompt
             self.chars_per_token = min(max(self._chars / self._tokens, 1.0), 10.0)
@@ -2171,7 +2170,7 @@ class Upstream:
     ) -> Failure | None:  # fmt: skip
         content = response.content
         is_coded = "Content-Encoding" in head.headers
-        begun = b"" if is_coded else await self._first_event(content, watchdog)
+        begun = b"" if is_coded else await self._first_event(response, watchdog)
         if (found := stream_error(first_event(begun) or b"")) is not None:
             return await self._failed_stream(head, begun, found, content)
         watchdog.limit_s = plan.silence_s
@@ -2215,12 +2214,15 @@ class Upstream:
             flight.push(rest)
 
     @staticmethod
-    async def _first_event(content: aiohttp.StreamReader, watchdog: Watchdog) -> bytes:
+    async def _first_event(response: aiohttp.ClientResponse, watchdog: Watchdog) -> bytes:
         """What comes until the first event is whole: it may be an error, which can be retried."""
-        begun = b""
+        content, begun = response.content, b""
         while not (content.at_eof() or first_event(begun) or len(begun) > SLICE_BYTES):
             begun += await content.readany()
             watchdog.heard()
+        is_half = content.at_eof() and first_event(begun) is None and not is_event(begun)
+        if begun and is_half and _ends_with_connection(response):
+            raise aiohttp.ClientPayloadError  # cut before anything was said
         return begun
 
     @staticmethod
@@ -3065,8 +3067,10 @@ class Gateway:
             may = failure.ran_nothing if kind == "cautious" else failure.is_transient
             may = may and kind != "never" and flight.attempts <= self.settings.retries
             may = may and circuit.state is not State.OPEN and flight.callers > 0
+            queued_s = flight.timing.queue_s
             if not (may and await self._back_off(flight, circuit, failure)):
                 return self._give_up(flight, failure)
+            began_at += flight.timing.queue_s - queued_s  # counted as queue, not as retry
             self.counters.retries += 1
 
     async def _attempt(
@@ -3285,7 +3289,7 @@ class Gateway:
         head, reply = flight.head, call.reply
         if head is None:
             raise flight.error or _internal()
-        if reply is not None and not head.is_stream:
+        if reply is not None and not (head.is_stream and head.status == 200):
             return await self._in_band(call, flight, reply)
         call.status = head.status
         if flight.is_done and not (flight.error or flight.is_overgrown or head.is_stream):
@@ -3307,7 +3311,7 @@ class Gateway:
         while True:
             if index < flight.end:
                 data, index = flight.slice_from(index)
-                await reply.write(data)
+                await reply.write(data, CALLER_S)
                 read_bytes += len(data)
                 flight.has_read(read_bytes)
             elif flight.is_done:
@@ -3342,13 +3346,15 @@ class Gateway:
         """The upstream's plain error, to a caller who already has the head of a stream."""
         while not flight.is_done:
             await flight.news()
-        try:
-            event = json.dumps(json.loads(flight.tail(FLIGHT_BYTES))).encode()
-        except (ValueError, RecursionError):
-            error = ProxyError("upstream_incomplete", "the upstream sent no stream")
-            event = error_body(error, call.dialect, call.trace)
-        name = b"event: error\n" if call.dialect == "anthropic" else b""
-        await reply.write(name + b"data: " + event + b"\n\n")
+        status = flight.head.status if flight.head else 502
+        why = f"the upstream answered {status}" + ("" if status >= 400 else " without a stream")
+        error = ProxyError("upstream_incomplete", why)
+        event, call.code = error_event(error, call.dialect, call.trace), error.code
+        with contextlib.suppress(ValueError, RecursionError):
+            said = b"data: " + json.dumps(json.loads(flight.tail(FLIGHT_BYTES))).encode() + b"\n\n"
+            if status >= 400 and stream_error(said) is not None:  # words that the SDKs know
+                event = (b"event: error\n" if call.dialect == "anthropic" else b"") + said
+        await reply.write(event)
         await reply.write_eof()
         return reply
 
@@ -4444,10 +4450,13 @@ def _add_mock(parser: argparse.ArgumentParser) -> None:
 
 
 def _cmd_mock(args: argparse.Namespace) -> int:
+    flag = "--latency"
     try:
-        mock, number = Mock(seconds_or_zero(args.latency)), port(args.port)
+        mock = Mock(seconds_or_zero(args.latency))
+        flag = "--port"
+        number = port(args.port)
     except ValueError as error:
-        raise ConfigError(f"--latency or --port {error}") from None
+        raise ConfigError(f"{flag}: {error}") from None
 
     async def serve() -> int:
         stop = asyncio.Event()

@@ -3259,6 +3259,56 @@ async def test_an_empty_chunk_never_ends_an_answer() -> None:
 
 
 @aio
+async def test_a_stream_cut_within_its_first_event_is_retried() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if up.calls > 1:
+            return await exchange.stream([*STREAM, DONE])
+        await exchange.begin(chunked=False)
+        await exchange.send(b'data: {"x')
+        exchange.close()
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        _, _, body = await caller.fetch(ask(stream=True))
+        assert body == b"".join(STREAM) + DONE and up.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        ("422 X", "application/json", b'{"detail":"no such field"}'),
+        ("400 X", "application/json", b"null"),
+        ("400 X", "text/event-stream", b'{"error":{"message":"boom"}}'),
+        ("502 X", "text/html", b"<html>"),
+        ("200 OK", "application/json", ANSWER),
+    ],
+)
+@aio
+async def test_what_is_no_stream_is_an_error_event_once_a_reply_has_begun(
+    status: str, kind: str, said: bytes
+) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await asyncio.sleep(0.15)
+        await exchange.plain(said, status, kind=kind)
+
+    async with upstream(answer) as up, proxy(up.base, keepalive=0.05, retries=0) as caller:
+        async with caller.openai() as client:
+            messages: Any = [{"role": "user", "content": "hi"}]
+            with pytest.raises(openai.APIError):
+                stream = await client.chat.completions.create(
+                    model="m", messages=messages, stream=True
+                )
+                async for _ in stream:
+                    pass
+        async with caller.anthropic() as claude:
+            with pytest.raises(anthropic.APIStatusError):
+                async with claude.messages.stream(
+                    model="m", max_tokens=9, messages=messages
+                ) as events:
+                    await events.get_final_message()
+        assert up.calls == (3 if status[0] == "4" else 2)  # once more without stream_options
+
+
+@aio
 async def test_health_ready_status_and_who_may_ask() -> None:
     async def down(exchange: Exchange) -> None:
         await exchange.plain(b"{}", "503 X")
@@ -3706,7 +3756,8 @@ def test_demo_prints_what_happened_and_ends() -> None:
         (["--port", "x"], "--port: wants a whole number"),
         (["--config", "/nonexistent/c.toml"], "/nonexistent/c.toml: cannot be read: No such file"),
         (["--state", "x.db"], "--state: wants one of none"),
-        (["mock", "--latency", "long"], "--latency"),
+        (["mock", "--latency", "long"], "--latency: wants"),
+        (["mock", "--port", "x"], "--port: wants"),
         (["--max-body", "9" * 400], "--max-body: wants a size"),
         (["--connect-timeout", "9" * 400], "--connect-timeout: wants seconds"),
         (["--host", "x\n" * 300], "--host: wants a host"),
