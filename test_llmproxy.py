@@ -12,8 +12,10 @@ import contextlib
 import functools
 import gc
 import gzip
+import hashlib
 import io
 import json
+import math
 import os
 import pty
 import random
@@ -38,7 +40,29 @@ import pytest
 from yarl import URL
 
 import llmproxy
-from llmproxy import Circuit, Flight, Gate, Kept, ProxyError, Settings, State, Usage
+from llmproxy import (
+    Bucket,
+    Circuit,
+    Client,
+    ClientRule,
+    Demand,
+    Flight,
+    Gate,
+    Kept,
+    Key,
+    KeyRule,
+    Learned,
+    ModelRule,
+    Permit,
+    ProxyError,
+    Reservation,
+    Settings,
+    State,
+    TextSize,
+    Timing,
+    UpstreamRule,
+    Usage,
+)
 
 HERE = Path(__file__).parent
 PROXY = [sys.executable, str(HERE / "llmproxy.py")]
@@ -251,9 +275,15 @@ class Caller:
             daemon.url,
         )
 
+        self.sender = self.gateway.sender
+        self.upstream = self.sender.upstreams[0]
+        self.gate = self.upstream.gate
+        self.counters = self.gateway.counters
+        self.sdks: list[Any] = []
+
     @property
-    def counters(self) -> llmproxy.Counters:
-        return self.gateway.counters
+    def learned(self) -> llmproxy.Learned:
+        return self.sender.learned[self.upstream.name, "m"]
 
     def post(self, body: Any, path: str = CHAT, headers: dict[str, str] | None = None) -> Any:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -274,16 +304,29 @@ class Caller:
         return str((await self.fetch(body, path, headers))[1]["x-llmproxy-fate"])
 
     def openai(self, key: str = "sk-test", retries: int = 0) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=retries)
+        made = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=retries)
+        self.sdks.append(made)
+        return made
 
     def anthropic(self, key: str = "sk-test") -> anthropic.AsyncAnthropic:
-        return anthropic.AsyncAnthropic(base_url=self.url, api_key=key, max_retries=0)
+        made = anthropic.AsyncAnthropic(base_url=self.url, api_key=key, max_retries=0)
+        self.sdks.append(made)
+        return made
 
     async def at_rest(self) -> None:
         """Nothing is held any more: no call, no permit, no place in the queue, no flight."""
-        gate = self.gateway.gate
-        await until(lambda: not self.gateway.in_flight and not gate.running and not gate.queued)
-        assert (gate.weight, gate.queued_bytes, self.gateway.flights.running) == (0, 0, {})
+        gates = [upstream.gate for upstream in self.sender.upstreams]
+        await until(
+            lambda: (
+                not self.sender.in_flight and not any(gate.running + gate.queued for gate in gates)
+            )
+        )
+        assert self.gateway.flights.running == {}
+        for gate in gates:
+            buckets = [gate.rpm, gate.tpm, *(b for key in gate.pool for b in (key.rpm, key.tpm))]
+            assert (gate.weight, gate.queued_bytes, gate.permits) == (0, 0, set())
+            assert not any(bucket.held for bucket in buckets if bucket is not None)
+            assert not any(key.running for key in [*gate.pool, gate._own])
         assert self.gateway.open_calls == 0
 
 
@@ -292,8 +335,8 @@ async def proxy(base: str = "http://127.0.0.1:9", **settings: Any) -> AsyncItera
     """A daemon in this process; settings by their Python name, as text or value."""
     made = Settings(upstream=base, port=0)
     for name, value in settings.items():
-        if name == "models":
-            made.models = value
+        if name in ("models", "clients", "upstreams", "keys"):
+            setattr(made, name, value)
         else:
             texts = value if isinstance(value, list) else [str(value)]
             made.assign(name, texts, name)
@@ -304,6 +347,8 @@ async def proxy(base: str = "http://127.0.0.1:9", **settings: Any) -> AsyncItera
     ):
         caller = Caller(daemon, session)
         yield caller
+        for sdk in caller.sdks:
+            await sdk.close()
         await caller.at_rest()
 
 
@@ -379,6 +424,25 @@ def test_default_file_is_read_where_it_is(tmp_path: Path) -> None:
         ("[model.'gpt-*']\nretry = 'often'", "c.toml:2: retry: wants one of safe, cautious, never"),
         ("[model.'gpt-*']\nretyr = 'safe'", "did you mean retry?"),
         ("model.x = 1", "wants a table"),
+        (
+            "rpm = 1\n[upstream.a]\nurl = 'http://x'\nrpm = 'x'",
+            "c.toml:4: rpm: wants a whole number",
+        ),
+        ("[upstream.a]\nrpm = 5", "c.toml:1: upstream.a: has no url"),
+        ("[client.bob]\nkey_sha256 = 'abc'", "c.toml:2: key_sha256: wants a SHA-256"),
+        ("[client.bob]\nrpm = 1", "c.toml:1: client.bob: has no key_sha256"),
+        ("[[upstream_key]]\nenv = 'A'\n[[upstream_key]]\nfle = 'B'", "c.toml:4: fle: unknown name"),
+        ("[[upstream_key]]\nenv = 'A'\nfile = 'B'", "c.toml:1: upstream_key: wants exactly one"),
+        (
+            "[[upstream_key]]\nenv='A'\n[[upstream_key]]\nrpm=1",
+            "c.toml:3: upstream_key: wants exactly",
+        ),
+        ("[upstream_key]\nenv = 'A'", "wants tables like [[upstream_key]]"),
+        ("[upstream.a]\nurl = 'x://y'", "c.toml:2: url: wants a base URL"),
+        (
+            "[upstream.a]\nurl='http://x'\n[[upstream.a.upstream_key]]\nenv='A'\nrpm=0",
+            "c.toml:5: rpm: wants a whole number above 0",
+        ),
     ],
 )
 def test_config_errors_name_file_line_and_key(tmp_path: Path, text: str, says: str) -> None:
@@ -425,10 +489,85 @@ def test_admin_key_is_never_shown() -> None:
 ###############################################################################
 
 
-async def enter(gate: Gate, weight: int = 1, **kwargs: Any) -> asyncio.Task[int]:
-    task = asyncio.create_task(gate.enter(weight, **kwargs))
+LIMITS = ("queue_size", "timeout_s", "chances")
+
+
+async def enter(gate: Gate, weight: int = 1, **kwargs: Any) -> asyncio.Task[Permit]:
+    """A call that asks for a permit; arguments that are no limits describe its Demand."""
+    limits = {name: kwargs.pop(name) for name in LIMITS if name in kwargs}
+    task = asyncio.create_task(gate.enter(Demand(weight, **kwargs), **limits))
     await settle()
     return task
+
+
+def test_bucket_carries_no_more_than_its_limit_in_any_minute() -> None:
+    clock, counted = FakeClock(), list[float]()
+    bucket = Bucket(10, clock)
+    rng = random.Random(1)
+    open_: list[Reservation] = []
+    for _ in range(3000):
+        clock.now += rng.uniform(0, 2)
+        if bucket.fits(1):
+            open_.append(Reservation([bucket], [], 0, 0))
+        if open_ and rng.random() < 0.7:  # the upstream counts at some time between send and answer
+            counted.append(clock.now)
+            held = open_.pop(0)
+            held.begin()
+            held.settle()
+    assert len(counted) > 400
+    for at in counted:
+        assert sum(at <= other < at + 60 for other in counted) <= 10
+
+
+def test_bucket_settles_on_what_was_used_and_gives_back_on_failure() -> None:
+    clock = FakeClock()
+    bucket = Bucket(1000, clock)
+    call = Reservation([], [bucket], 300, 200)
+    assert bucket.used == 500 and not bucket.fits(501) and bucket.ready_at(501) == math.inf
+    call.begin()
+    clock.now += 30
+    call.settle(350, 50)
+    call.settle(999, 999)  # once only
+    assert bucket.used == 400 and bucket.held == 0
+    clock.now += 30  # the prompt was counted at the first byte, the output at the end
+    assert bucket.used == 50
+    clock.now += 30
+    assert bucket.used == 0
+    failed = Reservation([bucket], [], 0, 0)
+    failed.settle(requests=0)
+    assert bucket.used == 0
+    late = Reservation([], [bucket], 10, 0)
+    late.begin()
+    clock.now += 61
+    late.settle(500, 7)  # its prompt has come back long ago
+    assert bucket.used == 7
+
+
+def test_bucket_lets_a_giant_go_when_it_is_untouched() -> None:
+    clock = FakeClock()
+    bucket = Bucket(100, clock)
+    Reservation([], [bucket], 1, 0).settle(1)
+    assert not bucket.fits(5000) and bucket.ready_at(5000) == clock.now + 60
+    clock.now += 60
+    assert bucket.fits(5000)
+    giant = Reservation([], [bucket], 5000, 0)
+    giant.settle(5000)
+    assert not bucket.fits(1) and bucket.ready_at(1) == clock.now + 60  # the debt
+
+
+def test_bucket_believes_what_the_upstream_says_is_left() -> None:
+    clock = FakeClock()
+    bucket = Bucket(100, clock)
+    Reservation([], [bucket], 20, 0).settle(20)
+    bucket.heard(30, 10.0)  # somebody else has used 50
+    assert bucket.used == 70 and bucket.ready_at(60) == clock.now + 10
+    bucket.heard(75, 10.0)
+    assert bucket.used == 25
+    bucket.heard(10_000, 10.0)  # our own limit is the lower one
+    assert bucket.used == 20
+    bucket.heard(0, 10.0)
+    clock.now += 11
+    assert bucket.used == 20
 
 
 @aio
@@ -436,11 +575,11 @@ async def test_gate_is_first_in_first_out_within_a_client() -> None:
     gate = Gate(1, 100)
     first, second, third = [await enter(gate) for _ in range(3)]
     assert (first.done(), second.done(), third.done()) == (True, False, False)
-    gate.leave(await first)
+    (await first).leave()
     await settle()
     assert (second.done(), third.done()) == (True, False)
-    gate.leave(await second)
-    gate.leave(await third)
+    (await second).leave()
+    (await third).leave()
     assert (gate.running, gate.weight, gate.queued) == (0, 0, 0)
 
 
@@ -451,14 +590,14 @@ async def test_gate_weighs_and_clamps() -> None:
     second = await enter(gate, 10)
     assert heavy.done() and light.done() and not second.done()
     giant = await enter(gate, 1000)
-    gate.leave(await heavy)
-    gate.leave(await light)
-    gate.leave(await second)
-    assert await giant == 16  # clamped to the whole: it runs alone
+    (await heavy).leave()
+    (await light).leave()
+    (await second).leave()
+    assert (await giant).weight == 16  # clamped to the whole: it runs alone
     small = await enter(gate, 1)
     assert not small.done()
-    gate.leave(16)
-    gate.leave(await small)
+    giant.result().leave()
+    (await small).leave()
     assert (gate.running, gate.weight) == (0, 0)
 
 
@@ -470,13 +609,13 @@ async def test_gate_head_is_passed_a_bounded_number_of_times() -> None:
     for _ in range(llmproxy.MAX_PASSED):
         light = await enter(gate, 1)
         assert light.done()
-        gate.leave(await light)
+        (await light).leave()
     late = await enter(gate, 1)
     assert not late.done()  # enough: now it waits behind the head
-    gate.leave(await holder)
-    assert await head == 10
-    gate.leave(10)
-    gate.leave(await late)
+    (await holder).leave()
+    assert (await head).weight == 10
+    head.result().leave()
+    (await late).leave()
 
 
 @aio
@@ -485,10 +624,10 @@ async def test_gate_batch_of_500_delays_another_client_by_one_call() -> None:
     order: list[str] = []
 
     async def call(client: str) -> None:
-        weight = await gate.enter(1, flow=(client, "normal"), cost=100)
+        permit = await gate.enter(Demand(1, 100, client=client))
         order.append(client)
         await asyncio.sleep(0)
-        gate.leave(weight)
+        permit.leave()
 
     batch = [asyncio.create_task(call("batch")) for _ in range(500)]
     await until(lambda: len(order) > 3)
@@ -504,15 +643,15 @@ async def test_gate_priorities_share_and_starve_nobody() -> None:
     order: list[str] = []
 
     async def call(priority: str) -> None:
-        weight = await gate.enter(1, flow=("c", priority), cost=10)
+        permit = await gate.enter(Demand(1, 10, client="c", priority=priority))
         order.append(priority)
         await asyncio.sleep(0)
-        gate.leave(weight)
+        permit.leave()
 
     holder = await enter(gate)
     tasks = [asyncio.create_task(call(p)) for p in ["low"] * 20 + ["normal"] * 20 + ["high"] * 20]
     await settle()
-    gate.leave(await holder)
+    (await holder).leave()
     await asyncio.gather(*tasks)
     assert Counter(order[:20])["high"] >= 15
     assert "low" in order[:45] and order.count("low") == 20
@@ -526,13 +665,13 @@ async def test_gate_cancelled_in_queue_and_after_grant_gives_back() -> None:
     await settle()
     assert gate.queued == 1
     granted = light
-    gate.leave(await holder)  # grants, but its task has not run yet
+    (await holder).leave()  # grants, but its task has not run yet
     granted.cancel()
     await settle()
     assert (gate.running, gate.weight, gate.queued, gate.queued_bytes) == (0, 0, 0, 0)
     both = await enter(gate), await enter(gate)
     both[1].cancel()
-    gate.leave(await both[0])  # cancelled, and granted before its task could tell
+    (await both[0]).leave()  # cancelled, and granted before its task could tell
     await settle()
     assert (gate.running, gate.queued) == (0, 0)
 
@@ -547,8 +686,8 @@ async def test_gate_cancelled_head_lets_lighter_ones_go() -> None:
     head.cancel()
     await settle()
     assert light.done()
-    gate.leave(await light)
-    gate.leave(await holder)
+    (await light).leave()
+    (await holder).leave()
 
 
 @aio
@@ -559,15 +698,15 @@ async def test_gate_queue_is_bounded_in_length_bytes_and_time() -> None:
         await enter(gate, queue_size=1, timeout_s=0.02, size_bytes=5),
     )
     with pytest.raises(ProxyError, match="queue is full") as full:
-        await gate.enter(1, queue_size=1)
+        await gate.enter(Demand(), queue_size=1)
     assert full.value.code == "queue_full" and full.value.should_retry
     with pytest.raises(ProxyError, match="bodies"):
-        await gate.enter(1, size_bytes=llmproxy.QUEUED_BODIES_BYTES)
+        await gate.enter(Demand(size_bytes=llmproxy.QUEUED_BODIES_BYTES))
     with pytest.raises(ProxyError) as timeout:
         await waiting
     assert timeout.value.code == "queue_timeout"
     assert (gate.queued, gate.queued_bytes) == (0, 0)
-    gate.leave(await holder)
+    (await holder).leave()
 
 
 @aio
@@ -577,13 +716,13 @@ async def test_gate_retry_after_is_the_measured_wait() -> None:
     tasks = [await enter(gate) for _ in range(60)]
     for task in tasks[:50]:
         clock.now += 2.0  # one call takes two seconds
-        gate.leave(await task)
+        (await task).leave()
         await settle()
     with pytest.raises(ProxyError) as full:
-        await gate.enter(1, queue_size=9)
+        await gate.enter(Demand(), queue_size=9)
     assert full.value.retry_after_s == pytest.approx(9 * 2.0, rel=0.2)
     for task in tasks[50:]:
-        gate.leave(await task)
+        (await task).leave()
         await settle()
 
 
@@ -600,8 +739,174 @@ async def test_gate_rejects_the_calls_of_one_circuit_and_resizes() -> None:
     gate.resize(2, 10)
     await settle()
     assert second.done()
-    gate.leave(await holder)
-    gate.leave(await second)
+    (await holder).leave()
+    (await second).leave()
+
+
+@aio
+async def test_gate_waits_for_tokens_and_time_alone_lets_it_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llmproxy, "WINDOW_S", 0.2)
+    gate = Gate(8, 100, tpm=Bucket(100))
+    first = await (await enter(gate, prompt_tokens=60, output_tokens=30))
+    timing = Timing()
+    second = asyncio.create_task(gate.enter(Demand(1, 60), timing))
+    await settle()
+    small = await (await enter(gate, prompt_tokens=5))  # lighter than what is left
+    first.settle(60, 20)
+    first.leave()
+    small.leave()
+    assert not second.done()
+    (await second).leave()
+    assert 0.15 < timing.limit_s < 1 and timing.queue_s < 0.1 and timing.position == 1
+
+
+@aio
+async def test_gate_gives_back_what_was_reserved_too_much() -> None:
+    gate = Gate(8, 100, tpm=Bucket(100, FakeClock()))
+    first = await (await enter(gate, prompt_tokens=10, output_tokens=80))
+    second = await enter(gate, prompt_tokens=50)
+    assert not second.done()
+    first.settle(10, 5)
+    first.leave()
+    await settle()
+    assert gate.tpm is not None and second.done() and gate.tpm.used == 65
+    (await second).leave()  # it failed: its tokens are given back
+    assert gate.tpm.used == 15
+
+
+@aio
+async def test_gate_tells_when_a_rejected_call_would_have_gone() -> None:
+    clock = FakeClock()
+    gate = Gate(100, 1000, clock, tpm=Bucket(1000, clock))
+    running = [await (await enter(gate, prompt_tokens=100)) for _ in range(10)]
+    clock.now += 1
+    for permit in running:
+        permit.settle(100, 0)
+        permit.leave()
+    tasks = [await enter(gate, prompt_tokens=100, timeout_s=0.05) for _ in range(20)]
+    waits = []
+    for task in tasks:
+        with pytest.raises(ProxyError) as caught:
+            await task
+        waits.append(caught.value.retry_after_s)
+    assert waits[:10] == pytest.approx([60.0] * 10, rel=0.1)
+    assert waits[10:] == pytest.approx([121.0] * 10, rel=0.1)
+
+
+@aio
+async def test_gate_holds_a_key_and_model_back_after_a_429_and_tries_it_out_gently() -> None:
+    clock = FakeClock()
+    gate = Gate(16, 100, clock)
+    struck = await (await enter(gate, model="a", client="c"))
+    struck.strike("429", 5.0)
+    struck.leave()
+    held = [await enter(gate, model="a", client="c") for _ in range(4)]
+    for model, client in (("b", "c"), ("a", "d")):  # another model, another key
+        (await (await enter(gate, model=model, client=client))).leave()
+    clock.now += 4.9
+    gate.dispatch()
+    await settle()
+    assert not any(task.done() for task in held)
+    clock.now += 0.5
+    gate.dispatch()
+    await settle()
+    assert [task.done() for task in held] == [True, False, False, False]  # one tries it out
+    held[0].result().begin()
+    await settle()
+    assert [task.done() for task in held] == [True, True, False, False]
+    held[0].result().leave()
+    await settle()
+    assert [task.done() for task in held] == [True, True, True, False]
+    for task in held[1:]:
+        (await task).begin()
+        task.result().leave()
+        await settle()
+    assert gate.queued == 0
+
+
+@aio
+async def test_gate_one_429_answers_all_who_wait_in_their_backoff() -> None:
+    clock = FakeClock()
+    gate = Gate(16, 100, clock)
+    permits = [await (await enter(gate, model="a")) for _ in range(3)]
+    for permit in permits:
+        permit.strike("429", 1.0)
+        permit.leave()
+    waiting = [await enter(gate, model="a", chances=2) for _ in range(3)]
+    for chances_left in (1, 0):
+        clock.now += 1.4
+        gate.dispatch()
+        await settle()
+        (trial,) = [task for task in waiting if task.done() and task.exception() is None]
+        waiting.remove(trial)
+        trial.result().strike("429", 1.0)
+        trial.result().leave()
+        if chances_left:
+            waiting.append(await enter(gate, model="a", chances=chances_left))
+        await settle()
+    assert all(task.done() and task.exception() is not None for task in waiting)
+    assert (gate.running, gate.queued) == (0, 0)
+
+
+@aio
+async def test_gate_says_at_once_that_the_upstream_asks_for_too_long_a_wait() -> None:
+    gate = Gate(16, 100, FakeClock())
+    permit = await (await enter(gate))
+    permit.strike("429", 600.0)
+    permit.leave()
+    with pytest.raises(ProxyError, match="asks to wait 600 s") as caught:
+        await gate.enter(Demand())
+    assert caught.value.code == "queue_timeout"
+    assert caught.value.retry_after_s == pytest.approx(600, abs=1)
+
+
+@aio
+async def test_gate_takes_the_least_loaded_key_and_none_that_was_refused() -> None:
+    clock = FakeClock()
+    pool = [Key("a", "sk-one", clock=clock), Key("b", "sk-two", rpm=Bucket(2, clock), clock=clock)]
+    gate = Gate(16, 100, clock, pool=pool)
+    permits = [await (await enter(gate)) for _ in range(6)]
+    assert Counter(permit.key.name for permit in permits) == {"a": 5, "b": 1}  # b is half used
+    waiting = await enter(gate, model="m")
+    (await waiting).leave()
+    by_key = {permit.key.name: permit for permit in permits}
+    by_key["a"].strike("401", 60.0)
+    permits.append(await (await enter(gate)))
+    assert permits[-1].key is pool[1] and pool[0].refusal("any") == "401"
+    blocked = await enter(gate)
+    assert not blocked.done()  # its rpm is used up
+    by_key["b"].strike("403", 60.0)  # for its model only
+    with pytest.raises(ProxyError, match="no key is left") as caught:
+        await blocked
+    assert caught.value.code == "upstream_key_refused"
+    other = await enter(gate, model="other")
+    assert not other.done()
+    for permit in permits:
+        permit.leave()
+    clock.now += 61  # both are tried again
+    gate.dispatch()
+    (await other).leave()
+    assert "sk-" not in repr(pool) and not any(key.running for key in pool)
+
+
+@aio
+async def test_gate_charges_what_was_really_used() -> None:
+    gate = Gate(1, 10)
+    order: list[str] = []
+
+    async def calls(client: str, used: int) -> None:
+        while len(order) < 100:
+            permit = await gate.enter(Demand(1, 100, client=client))
+            order.append(client)
+            await asyncio.sleep(0)
+            permit.settle(used, 0)
+            permit.leave()
+
+    both = [calls(name, used) for name, used in (("modest", 50), ("greedy", 200)) for _ in range(3)]
+    await asyncio.gather(*both)
+    assert 3 < Counter(order)["modest"] / Counter(order)["greedy"] < 5
 
 
 def circuit(clock: FakeClock, **settings: Any) -> Circuit:
@@ -712,17 +1017,6 @@ def test_circuit_ignores_outcomes_from_before_it_opened() -> None:
     assert state(breaker) is State.CLOSED
 
 
-def test_circuit_has_no_other_transitions() -> None:
-    assert {(a, e): b for (a, e), b in llmproxy.TRANSITIONS.items()} == {
-        (State.CLOSED, "tripped"): State.OPEN,
-        (State.OPEN, "trial"): State.HALF_OPEN,
-        (State.HALF_OPEN, "trial failed"): State.OPEN,
-        (State.HALF_OPEN, "proved"): State.CLOSED,
-    }
-    with pytest.raises(KeyError):
-        circuit(FakeClock())._move("proved")
-
-
 def test_learned_timeout_is_twice_the_p99_between_one_and_thirty() -> None:
     breaker = circuit(FakeClock())
     assert breaker.timeout_s() == 30.0
@@ -830,16 +1124,71 @@ def test_kept_answers_age_and_the_least_recently_used_goes_first() -> None:
 
 
 def test_learned_estimates_converge() -> None:
-    learned = llmproxy.Learned()
-    assert (learned.prompt_tokens(300), learned.output_tokens(None)) == (100, 1024)
+    learned, prompt = Learned(), TextSize.of(["some words " * 40])
+    assert 80 <= learned.prompt_tokens(prompt) <= 150 and learned.output_tokens(None) == 1024
     assert learned.output_tokens(16) == 16
     for _ in range(40):
-        learned.teach(400, Usage(100, 0, 50), 5.0)
-    assert learned.prompt_tokens(400) == 100
+        learned.teach(prompt, Usage(200, 0, 50), 5.0)
+    assert learned.prompt_tokens(prompt) == pytest.approx(200, rel=0.03)
     assert learned.output_tokens(None) == learned.output_tokens(4096) == 50
     assert learned.token_s == pytest.approx(0.1, rel=0.01)
-    learned.teach(400, Usage(1, 0, 9999, is_estimated=True), 5.0)
-    assert learned.prompt_tokens(400) == 100
+    learned.teach(prompt, Usage(1, 0, 9999, is_estimated=True), 5.0)
+    for nonsense in (0, 1, 10**9, 20_000, 0):  # five odd reports in a row are not believed
+        learned.teach(prompt, Usage(nonsense), 5.0)
+    assert learned.prompt_tokens(prompt) == pytest.approx(200, rel=0.03)
+
+
+def test_client_limits_reject_with_an_honest_wait() -> None:
+    clock = FakeClock()
+    client = Client(ClientRule("alice", rpm=2, tpm=1000), clock)
+    first, second = client.reserve(100, 100), client.reserve(100, 100)
+    assert first is not None and second is not None
+    first.settle(100, 10)
+    clock.now += 20
+    second.settle(100, 10)
+    with pytest.raises(ProxyError, match="alice is over its rpm of 2") as caught:
+        client.reserve(1, 1)
+    assert caught.value.code == "rate_limited" and caught.value.retry_after_s == 40
+    clock.now += 40
+    with pytest.raises(ProxyError, match="tpm"):
+        client.reserve(1000, 0)
+    assert client.reserve(500, 0) is not None
+    assert Client(ClientRule("free")).reserve(10**9, 0) is None
+
+
+ENGLISH = (
+    (HERE / "LICENSE").read_text("utf-8") if (HERE / "LICENSE").exists() else "some text " * 99
+)
+CHINESE = "今天天气很好我们一起去公园散步吧。大模型的推理需要很多显存所以要排队等候。" * 20
+
+
+def fake_tokens(text: str) -> int:
+    """Counts as a byte-pair tokenizer does: words in pieces, marks, and most wide characters."""
+    pieces = re.findall(r"[A-Za-z]{1,6}|\d|[^\sA-Za-z\d\u0080-\uffff]+|\n+", text)
+    return len(pieces) + round(0.65 * sum(c > "\x7f" for c in text))
+
+
+def estimate_errors(count: Callable[[str], int]) -> tuple[float, float]:
+    """Mean error of calls 21 to 80 of mixed texts: of what is learned, and of characters / 3."""
+    rng, learned = random.Random(3), Learned()
+    code = (HERE / "llmproxy.py").read_text("utf-8")
+    errors, naive = [], []
+    for call in range(80):
+        text = rng.choice([ENGLISH, CHINESE, code])
+        start = rng.randrange(max(1, len(text) - 200))
+        text = text[start : start + rng.randrange(100, 4000)]
+        size, tokens = TextSize.of([text, "user"]), count(text) + 12
+        if call >= 20:
+            errors.append(abs(learned.prompt_tokens(size) / tokens - 1))
+            naive.append(abs(len(text) / 3 / tokens - 1))
+        learned.teach(size, Usage(tokens, 0, 1), 1.0)
+    return sum(errors) / len(errors), sum(naive) / len(naive)
+
+
+def test_prompt_estimate_of_mixed_texts_is_within_ten_percent_after_twenty_calls() -> None:
+    error, naive = estimate_errors(fake_tokens)
+    assert error < 0.10
+    assert naive > 0.20
 
 
 def test_memo_is_bounded_and_spares_what_may_not_go() -> None:
@@ -890,14 +1239,14 @@ def test_what_is_not_a_json_object_is_none(body: bytes) -> None:
 
 
 def test_canonical_counts_text_and_takes_a_blob_for_an_image() -> None:
-    def chars(text: str) -> int:
+    def size(text: str) -> TextSize:
         parsed = llmproxy.parse_json(json.dumps({"m": text}).encode())
         assert parsed is not None
-        return parsed[1].chars
+        return parsed[1].size
 
-    assert chars("word " * 1000) == 5000
-    assert chars("A" * 10**6) == 3 * llmproxy.BLOB_TOKENS
-    assert chars("漢" * 3000) == 3000
+    assert size("word " * 1000).ascii_units == pytest.approx(1000 * (4 * 0.215 + 0.08))
+    assert size("A" * 10**6) == TextSize(blobs=1)
+    assert size("漢" * 3000 + "\ud800") == TextSize(0.0, 3001, 1, 3001)
 
 
 @pytest.mark.parametrize(
@@ -1132,12 +1481,12 @@ async def test_stale_pooled_connection_is_replaced_without_counting() -> None:
         proxy(up.base, retries=0, breaker_failures=1) as caller,
     ):
         assert (await caller.fetch(ask("one")))[0] == 200
-        pool = caller.gateway.upstream._pool
+        pool = caller.upstream._pool
         assert (await caller.fetch(ask("two")))[0] == 200
         await asyncio.sleep(0.06)
         # Hand the pool a connection whose end it has not noticed.
         assert (await caller.fetch(ask("three")))[0] == 200
-        assert pool is caller.gateway.upstream._pool and caller.counters.retries == 0
+        assert pool is caller.upstream._pool and caller.counters.retries == 0
 
 
 @aio
@@ -1340,9 +1689,9 @@ async def test_call_that_only_waited_is_never_sent(policy: str) -> None:
         running = asyncio.create_task(caller.fetch(ask("a")))
         await until(lambda: up.calls == 1)
         waiting = asyncio.create_task(caller.fetch(ask("b")))
-        await until(lambda: caller.gateway.gate.queued == 1)
+        await until(lambda: caller.gate.queued == 1)
         waiting.cancel()
-        await until(lambda: caller.gateway.gate.queued == 0)
+        await until(lambda: caller.gate.queued == 0)
         release.set()
         assert (await running)[0] == (await caller.fetch(ask("c")))[0] == 200
         assert [e.json["messages"][0]["content"] for e in up.asked] == ["a", "c"]
@@ -1381,7 +1730,7 @@ async def test_what_changes_the_answer_changes_the_key() -> None:
         assert await caller.fate(spelled, headers={"User-Agent": "other", "Accept": "x"}) == "hit"
         caller.gateway.settings.share = "all"
         assert await caller.fate(ask("shared"), headers={"Authorization": "Bearer a"}) == "miss"
-        assert await caller.fate(ask("shared"), CHAT + "?key=z", {"x-api-key": "b"}) == "miss"
+        assert await caller.fate(ask("shared"), CHAT + "?key=z", {"x-api-key": "b"}) == "hit"
         assert await caller.fate(ask("shared"), headers={"x-api-key": "b"}) == "hit"
 
 
@@ -1611,10 +1960,9 @@ async def test_heavy_calls_run_one_at_a_time_with_small_ones_beside() -> None:
         answers = await asyncio.gather(*(caller.fetch(body) for body in bodies))
         assert {status for status, _, _ in answers} == {200}
         assert (peaks["heavy"], peaks["both"]) == (1, 1) and 2 <= peaks["small"] <= 16
-        caller.gateway.learned["m"].chars_per_token = 3.0
         giant = asyncio.create_task(caller.fetch(ask("word " * 60000)))
         await until(lambda: up.calls == 46)
-        assert caller.gateway.gate.weight == 16
+        assert caller.gate.weight == 16
         assert (await giant)[0] == 200
 
 
@@ -1701,8 +2049,8 @@ async def test_a_lying_health_check_does_not_send_calls_to_a_dead_route() -> Non
         for number in range(5):
             await caller.fetch(ask(str(number)))
         for _ in range(3):
-            caller.gateway.circuits[caller.gateway.upstream.name, "m", CHAT].health(
-                await caller.gateway.upstream.is_alive()
+            caller.sender.circuits[caller.upstream.name, "m", CHAT].health(
+                await caller.upstream.is_alive()
             )
             await caller.fetch(ask("again"))
         assert up.calls == 5
@@ -1788,7 +2136,7 @@ async def test_calls_that_wait_when_the_circuit_opens_are_rejected() -> None:
         proxy(up.base, retries=0, concurrency=2, breaker_failures=2) as caller,
     ):
         tasks = [asyncio.create_task(caller.fetch(ask(str(n)))) for n in range(10)]
-        await until(lambda: up.calls == 2 and caller.gateway.gate.queued == 8)
+        await until(lambda: up.calls == 2 and caller.gate.queued == 8)
         release.set()
         assert Counter([(await task)[0] for task in tasks]) == {500: 2, 503: 8}
         assert up.calls == 2
@@ -1859,7 +2207,7 @@ async def test_long_healthy_stream_is_not_cut_and_a_stalled_one_is() -> None:
             body.count(b"data:") == 9 and b'"code": "upstream_timeout"' in body and DONE not in body
         )
         assert up.calls == 2  # nothing is retried after output
-        circuit = caller.gateway.circuits[caller.gateway.upstream.name, "m", CHAT]
+        circuit = caller.sender.circuits[caller.upstream.name, "m", CHAT]
         assert circuit.in_row == 1
 
 
@@ -1879,27 +2227,20 @@ async def test_total_timeout_cuts_even_a_lively_stream() -> None:
 @aio
 async def test_plain_call_gets_time_for_what_it_has_to_write() -> None:
     async with upstream() as up, proxy(up.base) as caller:
-        gateway = caller.gateway
-        call: Any = type(
-            "C",
-            (),
-            {
-                "is_stream": False,
-                "model": "m",
-                "max_tokens": 100,
-                "sent": [],
-                "low": {},
-                "trace": "t",
-                "fate": "miss",
-                "body": b"",
-                "route": None,
-            },
-        )()
-        assert gateway._plan(call, None).first_s == pytest.approx(30 + 100 * 0.05)
+        request: Any = type("R", (), {"method": "POST", "raw_path": CHAT, "path": CHAT})()
+        request.headers = {}
+        call = llmproxy.Call(request, 0.0)
+        sender = caller.sender
+
+        def first_s() -> float:
+            return sender.plan(call, sender.choose(call)).first_s
+
+        call.max_tokens = 100
+        assert first_s() == pytest.approx(30 + 100 * 0.05)
         call.max_tokens = None
-        assert gateway._plan(call, None).first_s == pytest.approx(30 + 1024 * 0.05)
-        gateway.settings.assign("timeout", ["5"], "--timeout")
-        assert gateway._plan(call, None).first_s == 5.0
+        assert first_s() == pytest.approx(30 + 1024 * 0.05)
+        caller.gateway.settings.assign("timeout", ["5"], "--timeout")
+        assert first_s() == 5.0
         assert up.calls == 0
 
 
@@ -1979,7 +2320,7 @@ async def test_kinds_of_retry(
         else:
             await exchange.plain(b"{}", f"{trouble} X")
 
-    models = [("m*", {"retry": "cautious"})] if kind == "model" else []
+    models = [ModelRule("m*", "cautious")] if kind == "model" else []
     async with upstream(answer) as up, proxy(up.base, timeout=0.1, models=models) as caller:
         tools: dict[str, Any] = {"tools": [{}]} if kind == "tools" else {}
         body = ask(stream="stream" in trouble, **tools)
@@ -2001,11 +2342,12 @@ async def test_backoff_doubles_with_full_jitter_and_honours_retry_after(
         raise TimeoutError
 
     async def answer(exchange: Exchange) -> None:
-        await exchange.plain(
-            b"{}", "429 X", "Retry-After: 3\r\n" if "after" in exchange.body.decode() else ""
-        )
+        after = "Retry-After: 3\r\n" if b"after" in exchange.body else ""
+        await exchange.plain(b"{}", "503 X", after)
 
-    async with upstream(answer) as up, proxy(up.base, retries=3) as caller:
+    async with upstream(answer) as up, proxy(up.base, retries=3, breaker_failures=999) as caller:
+        caller.gateway.settings.breaker_failures = 10**6
+        caller.sender.circuits[caller.upstream.name, "m", CHAT].WINDOW = 10**6
         monkeypatch.setattr("llmproxy.asyncio.wait_for", no_wait)
         for number in range(20):
             await caller.fetch(ask(str(number)))
@@ -2049,6 +2391,520 @@ async def test_first_error_event_of_a_stream_is_that_error(monkeypatch: pytest.M
         assert body.endswith(DONE) and up.calls == 2
         status, headers, body = await caller.fetch(ask("always", stream=True))
         assert (status, body, up.calls, headers["x-should-retry"]) == (200, event, 5, "false")
+
+
+###############################################################################
+# Gateway: traffic
+###############################################################################
+
+
+class Metered:
+    """A provider with hard limits over any span of `window_s`, as strict as one can be."""
+
+    def __init__(self, window_s: float, tpm: int = 10**9, rpm: int = 10**9) -> None:
+        self.window_s, self.tpm, self.rpm = window_s, tpm, rpm
+        self.spent: list[tuple[float, int]] = []
+        self.refused = 0
+
+    async def answer(self, exchange: Exchange) -> None:
+        now = time.monotonic()
+        self.spent = [(at, n) for at, n in self.spent if at > now - self.window_s]
+        tokens = len(exchange.body) // 3 + 20
+        if len(self.spent) >= self.rpm or sum(n for _, n in self.spent) + tokens > self.tpm:
+            self.refused += 1
+            await exchange.plain(
+                b'{"error":{"message":"slow down"}}', "429 X", "Retry-After: 1\r\n"
+            )
+            return
+        self.spent.append((now, tokens))
+        await asyncio.sleep(0.05)
+        usage = {"prompt_tokens": len(exchange.body) // 3, "completion_tokens": 20}
+        await exchange.plain(json.dumps({**json.loads(ANSWER), "usage": usage}).encode())
+
+
+@pytest.mark.parametrize("limit", ["tpm", "rpm"])
+@aio
+async def test_a_metered_provider_sees_no_429_and_the_rejected_are_told_when(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    window_s = 3.0
+    monkeypatch.setattr(llmproxy, "WINDOW_S", window_s)
+    bodies = [ask(f"{n} " + "some words of a prompt " * 20, max_tokens=20) for n in range(200)]
+    tokens = len(json.dumps(bodies[0])) // 3 + 20
+    metered = Metered(window_s, **{limit: 68 * (tokens + 3) if limit == "tpm" else 67})
+    amount = {limit: str(getattr(metered, limit))}
+
+    async def timed(caller: Caller, body: Any) -> tuple[str, float, str]:
+        began_at = time.monotonic()
+        status, headers, answer = await caller.fetch(body)
+        code = json.loads(answer)["error"].get("code", "theirs") if status != 200 else ""
+        return code, time.monotonic() - began_at, headers.get("Retry-After", "")
+
+    async with upstream(metered.answer) as up:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def direct(body: Any) -> int:
+                async with session.post(up.base + CHAT, json=body) as response:
+                    return response.status
+
+            found = await asyncio.gather(*map(direct, bodies))
+            assert found.count(429) > 60
+        await asyncio.sleep(window_s)
+        up.asked.clear()
+        metered.refused = 0
+        async with proxy(up.base, concurrency=64, queue_timeout=3.9, **amount) as caller:
+            results = await asyncio.gather(*(timed(caller, body) for body in bodies))
+            assert metered.refused <= up.calls // 100
+            codes = Counter(code for code, _, _ in results)
+            assert 120 <= codes[""] <= 140  # a third at once, a third after one span
+            assert codes["theirs"] <= metered.refused and set(codes) <= {
+                "",
+                "theirs",
+                "queue_timeout",
+            }
+            rejected = [
+                (at, float(after)) for code, at, after in results if code == "queue_timeout"
+            ]
+            for rejected_at, after_s in rejected:  # rounded up to whole seconds
+                assert after_s - 1.3 <= 2 * window_s + 0.2 - rejected_at <= after_s + 0.5
+
+
+@pytest.mark.parametrize("after_s", [1, 3])
+@aio
+async def test_sdk_retries_do_not_multiply_against_a_provider_that_is_always_over_its_limit(
+    monkeypatch: pytest.MonkeyPatch, after_s: int
+) -> None:
+    sent_at: list[float] = []
+
+    async def answer(exchange: Exchange) -> None:
+        sent_at.append(time.monotonic())
+        body = b'{"error":{"message":"its own words","code":"their_limit"}}'
+        await exchange.plain(body, "429 X", f"Retry-After: {after_s}\r\n")
+
+    async with upstream(answer) as up, proxy(up.base, concurrency=32) as caller:
+        client = caller.openai(retries=2)
+        began_at = time.monotonic()
+        found = await asyncio.gather(
+            *(client.chat.completions.create(**ask(str(n))) for n in range(30)),
+            return_exceptions=True,
+        )
+        assert {getattr(error, "code", None) for error in found} == {"their_limit"}
+        assert 30 <= up.calls <= 90
+        later = [at - began_at for at in sent_at[30:]]
+        assert all(at >= after_s for at in later)
+        assert max(Counter(int(at / 0.05) for at in later).values(), default=0) <= 4
+        assert time.monotonic() - began_at < 3 * (after_s + 1)
+
+
+@aio
+async def test_a_429_holds_back_its_key_and_model_only() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if exchange.json["model"] == "full" and up.calls == 1:
+            await exchange.plain(b"{}", "429 X", "retry-after-ms: 700\r\n")
+        else:
+            await exchange.plain()
+
+    def body(model: str, n: int) -> dict[str, Any]:
+        return {**ask(str(n)), "model": model}
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        first = asyncio.create_task(caller.fetch(body("full", 0)))
+        await until(lambda: up.calls == 1)
+        await asyncio.sleep(0.05)
+        held = [asyncio.create_task(caller.fetch(body("full", n))) for n in range(1, 4)]
+        began_at = time.monotonic()
+        assert (await caller.fetch(body("free", 0)))[0] == 200
+        other_key = {"Authorization": "Bearer other"}
+        assert (await caller.fetch(body("full", 0), headers=other_key))[0] == 200
+        assert time.monotonic() - began_at < 0.5 and up.calls == 3
+        answers = await asyncio.gather(first, *held)
+        assert [status for status, _, _ in answers] == [200] * 4
+        timing = answers[1][1]["Server-Timing"]
+        assert float(re.findall(r"limit;dur=([\d.]+)", timing)[0]) > 400
+        assert re.search(r'queue;dur=\d+\.\d;desc="place \d, \d\.\d s expected"', timing)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "x-ratelimit-remaining-requests: 0\r\nx-ratelimit-reset-requests: 600ms\r\n",
+        "x-ratelimit-remaining-tokens: 0\r\nx-ratelimit-reset-tokens: 0.6s\r\n",
+        "anthropic-ratelimit-input-tokens-remaining: 0\r\nanthropic-ratelimit-input-tokens-reset: {rfc}\r\n",
+    ],
+)
+@aio
+async def test_an_upstream_that_says_nothing_is_left_is_left_alone(headers: str) -> None:
+    sent_at: list[float] = []
+
+    async def answer(exchange: Exchange) -> None:
+        sent_at.append(time.monotonic())
+        at = time.time() + 0.6
+        rfc = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at)) + f"{at % 1:.3f}Z"[1:]
+        await exchange.plain(headers=headers.format(rfc=rfc) if up.calls == 1 else "")
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        await caller.fetch(ask("1"))
+        answers = await asyncio.gather(*(caller.fetch(ask(str(n))) for n in range(2, 6)))
+        assert {status for status, _, _ in answers} == {200}
+        assert 0.5 < sent_at[1] - sent_at[0] < 1.5
+
+
+@aio
+async def test_queued_calls_show_in_status_and_timing() -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain()
+
+    async with upstream(answer) as up, proxy(up.base, concurrency=1) as caller:
+        keys = [{"Authorization": f"Bearer {name}"} for name in ("one", "two")]
+        tasks = [
+            asyncio.create_task(caller.fetch(ask(str(n)), headers=keys[n % 2])) for n in range(7)
+        ]
+        await until(lambda: caller.gate.queued == 6)
+        queue = caller.gateway.status()["queue"]
+        assert [flow["calls"] for flow in queue] == [3, 3] and up.calls == 1
+        assert all(flow["wait_s"] > 0 and flow["priority"] == "normal" for flow in queue)
+        release.set()
+        answers = await asyncio.gather(*tasks)
+        places = [
+            int(found[1])
+            for _, headers, _ in answers
+            if (found := re.search(r"place (\d)", headers["Server-Timing"]))
+        ]
+        assert sorted(places)[0] == 1 and len(places) == 6
+
+
+def key_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[KeyRule]:
+    monkeypatch.setenv("POOL_KEY", "sk-from-env")
+    (tmp_path / "key").write_text("sk-from-file\n")
+    return [
+        KeyRule(env="POOL_KEY"),
+        KeyRule(file=str(tmp_path / "key")),
+        KeyRule(command="printf sk-from-command"),
+    ]
+
+
+CALLERS_OWN = {
+    "Authorization": "Bearer callers-own", "x-api-key": "callers-own", "api-key": "callers-own",
+    "x-goog-api-key": "callers-own", "Cookie": "session=callers-own",
+}  # fmt: skip
+
+
+@aio
+async def test_a_pool_spreads_the_load_and_keeps_the_callers_credential_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await asyncio.sleep(0.05)
+        await exchange.plain()
+
+    rules = key_rules(tmp_path, monkeypatch)
+    async with upstream(answer) as up, proxy(up.base, keys=rules) as caller:
+        path = CHAT + "?key=callers-own&a=1&key=callers-own"
+        await asyncio.gather(
+            *(caller.fetch(ask(str(n)), path, headers=CALLERS_OWN) for n in range(9)),
+            caller.fetch(b"x" * 9, "/v1/audio/transcriptions?key=callers-own", CALLERS_OWN),
+            caller.fetch(ask("a"), "/v1/messages", {**CALLERS_OWN, "anthropic-version": "1"}),
+            caller.fetch({"input": "free"}, "/tokenize", CALLERS_OWN),
+        )
+        async with caller.session.get(caller.url + "/v1/models", headers=CALLERS_OWN) as response:
+            assert response.status == 200
+        assert all(b"callers-own" not in e.raw_head + e.body for e in up.asked)
+        assert {e.target for e in up.asked if e.target.startswith(CHAT)} == {CHAT + "?a=1"}
+        used = Counter(e.headers["authorization"] for e in up.asked if e.target.startswith(CHAT))
+        assert set(used) == {f"Bearer sk-from-{kind}" for kind in ("env", "file", "command")}
+        assert max(used.values()) - min(used.values()) <= 1
+        (claude,) = (e for e in up.asked if e.target == "/v1/messages")
+        assert claude.headers["x-api-key"].startswith("sk-from-")
+        assert "authorization" not in claude.headers
+
+
+@pytest.mark.parametrize("status", ["401", "403"])
+@aio
+async def test_a_key_that_is_refused_is_taken_out_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, capfd: Any
+) -> None:
+    bad = {"Bearer sk-from-env"}
+
+    async def answer(exchange: Exchange) -> None:
+        key = exchange.headers["authorization"]
+        if key in bad:
+            await exchange.plain(
+                f'{{"error":{{"message":"bad key {key}"}}}}'.encode(), f"{status} X"
+            )
+        else:
+            await exchange.plain()
+
+    rules = key_rules(tmp_path, monkeypatch)
+    async with upstream(answer) as up, proxy(up.base, keys=rules, retries=0) as caller:
+        answers = [await caller.fetch(ask(str(n))) for n in range(6)]
+        assert [found for found, _, _ in answers] == [200] * 6 and up.calls == 7
+        states = [key["state"] for key in caller.gateway.status()["upstreams"][0]["keys"]]
+        assert states[0].startswith(status) and states[1:] == ["ok", "ok"]
+        bad.update({"Bearer sk-from-file", "Bearer sk-from-command"})
+        found, headers, body = await caller.fetch(ask("all are bad now"))
+        assert found == int(status) and b"bad key" in body  # the upstream's own words
+        found, headers, body = await caller.fetch(ask("and none is left"))
+        assert (found, json.loads(body)["error"]["code"]) == (502, "upstream_key_refused")
+        assert headers["x-should-retry"] == "false" and 50 <= int(headers["Retry-After"]) <= 61
+        assert up.calls == 9
+        shown = json.dumps(caller.gateway.status()) + "".join(capfd.readouterr())
+        assert "sk-from" not in shown and b"sk-from" not in body
+
+
+def test_keys_that_cannot_be_read_are_config_errors(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "odd").write_bytes(b"sk-\xff\n")
+    for rule, message in (
+        (KeyRule(env="NOT_THERE"), "env NOT_THERE is not set"),
+        (KeyRule(file=str(tmp_path / "gone")), "No such file"),
+        (KeyRule(file=str(tmp_path / "empty")), "is empty"),
+        (KeyRule(file=str(tmp_path / "odd")), "UnicodeDecodeError"),
+        (KeyRule(command="false"), "ended with 1"),
+        (KeyRule(command="/nowhere/pass show"), "No such file"),
+        (KeyRule(command="'unclosed"), "ValueError"),
+    ):
+        with pytest.raises(llmproxy.ConfigError, match=re.escape(message)):
+            llmproxy.read_secret(rule, {})
+
+
+@contextlib.asynccontextmanager
+async def two_upstreams(
+    first: Callable[[Exchange], Awaitable[None]] = reply_plain, fallback: str = "", **settings: Any
+) -> AsyncIterator[tuple[Upstream, Upstream, Caller]]:
+    """Models a* at `one`, everything else at `two`."""
+    async with upstream(first) as one, upstream() as two:
+        rules = [UpstreamRule("one", one.base, ["a*", "shared"]), UpstreamRule("two", two.base)]
+        models = [ModelRule("a*", fallback=[fallback])] if fallback else []
+        async with proxy(upstreams=rules, models=models, **settings) as caller:
+            yield one, two, caller
+
+
+def asked_for(model: str, prompt: str = "hi", **more: Any) -> dict[str, Any]:
+    return {**ask(prompt, **more), "model": model}
+
+
+@aio
+async def test_models_find_their_upstream() -> None:
+    async with two_upstreams() as (one, two, caller):
+        for model, name in (("a-model", "one"), ("other", "two"), ("shared", "one")):
+            _, headers, _ = await caller.fetch(asked_for(model))
+            assert headers["x-llmproxy-upstream"] == name and "x-llmproxy-fallback" not in headers
+        assert (one.calls, two.calls) == (2, 1)
+        caller.sender.upstreams[1].rule.models = ["b*"]
+        status, headers, body = await caller.fetch(asked_for("unknown"))
+        assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
+        assert headers["x-should-retry"] == "false"
+        client = caller.anthropic()
+        with pytest.raises(anthropic.NotFoundError, match="no upstream serves"):
+            await client.messages.create(model="unknown", max_tokens=1, messages=[])
+        assert (await caller.fetch({"prompt": "no model"}, "/completion"))[0] == 200
+        assert one.calls == 3  # what names no model goes to the first
+
+
+@aio
+async def test_models_of_all_that_are_alive_are_listed_once_in_order() -> None:
+    def listing(*ids: str) -> Callable[[Exchange], Awaitable[None]]:
+        data = [{"id": name, "object": "model", "owned_by": ids[0]} for name in ids]
+
+        async def answer(exchange: Exchange) -> None:
+            await exchange.plain(json.dumps({"object": "list", "data": data}).encode())
+
+        return answer
+
+    async with (
+        upstream(listing("a1", "shared", "b")) as one,
+        upstream(listing("z", "shared")) as two,
+    ):
+        rules = [
+            UpstreamRule("one", one.base, ["a*", "shared"]),
+            UpstreamRule("down", "http://127.0.0.1:9", ["gone"]),
+            UpstreamRule("two", two.base, ["*", "named"]),
+        ]
+        async with proxy(upstreams=rules) as caller:
+            for _ in range(2):
+                page = await caller.openai().models.list()
+                assert [model.id for model in page.data] == ["a1", "shared", "z", "named"]
+                assert page.data[1].owned_by == "a1"
+            one.answer = lambda exchange: exchange.plain(b"oops", "500 X")
+            page = await caller.openai().models.list()
+            assert [model.id for model in page.data] == ["shared", "z", "named"]
+            status, headers, _ = await caller.fetch(asked_for("z"))
+            assert status == 200 and headers["x-llmproxy-upstream"] == "two"
+
+
+@pytest.mark.parametrize("trouble", ["500", "429", "refused", "reset", "timeout", "stream", "400"])
+@aio
+async def test_fallback_is_asked_when_the_first_choice_fails_before_its_first_byte(
+    monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
+
+    async def answer(exchange: Exchange) -> None:
+        if trouble == "reset":
+            exchange.reset()
+        elif trouble == "timeout":
+            await exchange.gone.wait()
+        elif trouble == "stream":
+            await exchange.stream([b'data: {"error":{"message":"overloaded","code":503}}\n\n'])
+        else:
+            await exchange.plain(b'{"error":{"message":"no"}}', f"{trouble} X")
+
+    async with two_upstreams(answer, "b-model", retries=1, timeout=0.2) as (one, two, caller):
+        if trouble == "refused":
+            caller.sender.upstreams[0]._targets = llmproxy.Memo(
+                lambda path: (URL(f"http://127.0.0.1:9{path}"), path)
+            )
+        body = asked_for("a-model", tools=[], stream=trouble == "stream", seed=7)
+        status, headers, _ = await caller.fetch(body)
+        if trouble == "400":
+            assert (status, two.calls) == (400, 0)  # it would be the same anywhere
+            return
+        assert status == 200 and headers["x-llmproxy-upstream"] == "two"
+        assert headers["x-llmproxy-fallback"] == "b-model" and headers["x-llmproxy-fate"] == "miss"
+        assert two.asked[0].json == {
+            **body, "model": "b-model",
+            **({"stream_options": {"include_usage": True}} if trouble == "stream" else {}),
+        }  # fmt: skip
+        assert one.calls == {"refused": 0, "timeout": 1}.get(trouble, 2)
+        assert await caller.fate(body) == "miss"  # another model's answer is not kept as this one's
+
+
+@aio
+async def test_fallback_to_an_upstream_keeps_the_model_and_an_open_circuit_costs_no_time() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(b"{}", "500 X")
+
+    settings = {"retries": 0, "breaker_failures": 2}
+    async with two_upstreams(answer, "two", **settings) as (one, two, caller):
+        one.health = 500
+        for n in range(5):
+            status, headers, _ = await caller.fetch(asked_for("a-model", str(n)))
+            assert (status, headers["x-llmproxy-fallback"]) == (200, "two")
+        assert (one.calls, two.calls) == (2, 5) and two.asked[0].json["model"] == "a-model"
+        two.answer = answer
+        status, headers, _ = await caller.fetch(asked_for("a-model", "both fail"))
+        assert status == 500 and headers["x-llmproxy-upstream"] == "two"
+
+
+@aio
+async def test_a_kept_answer_is_better_than_a_fallback_that_fails_too() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(b"{}", "500 X") if one.calls > 1 else await exchange.plain()
+
+    settings = {"retries": 0, "breaker_failures": 1, "dedup_window": 0.001}
+    async with two_upstreams(answer, "nowhere", **settings) as (one, two, caller):
+        one.health = 500
+        assert await caller.fate(asked_for("a-model")) == "miss"
+        await caller.fetch(asked_for("a-model", "opens it"), headers={"x-llmproxy-retry": "never"})
+        two.answer = answer
+        caller.sender.circuits["two", "nowhere", CHAT]._change(State.OPEN, 60.0)
+        await asyncio.sleep(0.01)
+        status, headers, _ = await caller.fetch(asked_for("a-model"))
+        assert (status, headers["x-llmproxy-fate"]) == (200, "stale")
+        assert headers["x-llmproxy-upstream"] == "one" and "x-llmproxy-fallback" not in headers
+
+
+def client_rule(name: str, **limits: Any) -> ClientRule:
+    return ClientRule(name, hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), **limits)
+
+
+@aio
+async def test_client_keys_let_in_who_has_one_and_go_no_further() -> None:
+    clients = [client_rule("alice", models=["m", "b*"]), client_rule("bob")]
+    async with upstream() as up, proxy(up.base, clients=clients) as caller:
+        for key in ("", "key-of-eve", "key-of-alic"):
+            with pytest.raises(openai.AuthenticationError) as refused:
+                await caller.openai(key or "x").chat.completions.create(**ask())
+            assert refused.value.code == "invalid_api_key"
+            with pytest.raises(anthropic.AuthenticationError):
+                await caller.anthropic(key or "x").messages.create(
+                    model="m", max_tokens=1, messages=[]
+                )
+        assert up.calls == 0
+        await caller.openai("key-of-alice").chat.completions.create(**ask("a"))
+        for n, headers in enumerate(
+            (
+                {"x-api-key": "key-of-alice"},
+                {"api-key": "key-of-alice"},
+                {"Authorization": "bearer key-of-alice"},
+            )
+        ):
+            assert (await caller.fetch(ask(str(n)), headers=headers))[0] == 200
+        assert (await caller.fetch(ask("q"), CHAT + "?key=key-of-alice&x=1"))[0] == 200
+        both = {"Authorization": "Bearer key-of-bob", "x-api-key": "the-providers"}
+        assert (await caller.fetch(ask("b"), headers=both))[0] == 200
+        assert all(b"key-of" not in e.raw_head for e in up.asked)
+        assert up.asked[-1].headers["x-api-key"] == "the-providers"
+        assert up.asked[-2].target == CHAT + "?x=1"
+        assert {call.client for call in caller.counters.recent if call.status == 200} == {
+            "alice",
+            "bob",
+        }
+        alice = {"Authorization": "Bearer key-of-alice"}
+        for body, path in ((asked_for("gpt"), CHAT), (b"x", "/v1/audio/speech")):
+            status, headers, text = await caller.fetch(body, path, alice)
+            assert (status, json.loads(text)["error"]["code"]) == (403, "model_not_allowed")
+        assert await caller.fate(asked_for("big"), headers=alice) == "miss"
+        assert await caller.fate(asked_for("big"), headers={"x-api-key": "key-of-bob"}) == "miss"
+        assert await caller.fate(asked_for("big"), headers={"x-api-key": "key-of-alice"}) == "hit"
+
+
+@aio
+async def test_a_client_over_its_own_limit_is_rejected_and_what_costs_nothing_is_free() -> None:
+    clients = [client_rule("alice", rpm=2), client_rule("bob", priority="low")]
+    alice, bob = ({"Authorization": f"Bearer key-of-{name}"} for name in ("alice", "bob"))
+    async with upstream() as up, proxy(up.base, clients=clients) as caller:
+        for n in (1, 2, 1, 2, 1):  # hits and joins are free
+            assert (await caller.fetch(ask(str(n)), headers=alice))[0] == 200
+        for path in (CHAT, "/v1/audio/speech"):
+            status, headers, body = await caller.fetch(ask("3"), path, alice)
+            assert (status, json.loads(body)["error"]["code"]) == (429, "rate_limited")
+            assert headers["x-should-retry"] == "true" and 58 <= int(headers["Retry-After"]) <= 60
+        assert (await caller.fetch(ask("3"), headers=bob))[0] == 200 and up.calls == 3
+        assert caller.gateway.status()["clients"][0]["rpm"] == {"used": 2, "limit": 2}
+        assert caller.counters.recent[-1].priority == "low"
+
+
+@aio
+async def test_learned_timeout_cuts_a_hung_upstream_and_is_shown() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if b"hang" in exchange.body:
+            await exchange.gone.wait()
+        await asyncio.sleep(0.02)
+        await exchange.stream([*STREAM, DONE])
+
+    async with upstream(answer) as up, proxy(up.base, timeout="auto", retries=0) as caller:
+        assert caller.gateway.status()["circuits"] == []
+        for n in range(20):
+            await caller.fetch(ask(str(n), stream=True))
+        (shown,) = caller.gateway.status()["circuits"]
+        assert (shown["timeout_s"], shown["measured"], shown["state"]) == (1.0, 20, "closed")
+        began_at = time.monotonic()
+        status, _, _ = await caller.fetch(ask("hang", stream=True))
+        assert status == 504 and 0.9 < time.monotonic() - began_at < 1.6
+
+
+@aio
+async def test_usage_of_what_passes_through_is_counted() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(ANSWER)
+
+    async with upstream(answer) as up, proxy(up.base, tpm=5000, rpm=100) as caller:
+        status, _, _ = await caller.fetch(b"--x\r\n", "/v1/audio/transcriptions")
+        assert (status, up.calls, caller.counters.tokens_in, caller.counters.tokens_out) == (
+            200,
+            1,
+            7,
+            3,
+        )
+        shown = caller.gateway.status()["upstreams"][0]
+        assert (shown["tpm"], shown["rpm"]) == (
+            {"used": 10, "limit": 5000},
+            {"used": 1, "limit": 100},
+        )
 
 
 ###############################################################################
@@ -2372,11 +3228,11 @@ async def test_upstream_that_refuses_stream_options_is_asked_without_once_and_re
     async with upstream(answer) as up, proxy(up.base) as caller:
         status, headers, _ = await caller.fetch(ask("bad", stream=True, bad=1))
         assert (status, up.calls, "x-should-retry" in headers) == (400, 2, False)
-        assert caller.gateway.upstream.usage_known == {}  # it was not the field's fault alone
+        assert caller.upstream.usage_known == {}  # it was not the field's fault alone
         _, _, body = await caller.fetch(ask(stream=True))
         assert (body, up.calls) == (b"".join(STREAM) + DONE, 4)
         await caller.fetch(ask("next", stream=True))
-        assert up.calls == 5 and caller.gateway.learned["m"].prompt_tokens(3) == 1
+        assert up.calls == 5 and caller.learned._calls == 0
 
 
 @aio
@@ -2432,7 +3288,7 @@ async def test_openai_stream_that_breaks_off_raises_in_the_sdk(chunked: bool) ->
         assert [await reader for reader in readers] == [["Grüße ", "世界"]] * 3
         assert up.calls == 1 and caller.gateway.status()["kept_answers"] == 0
         assert caller.counters.tokens_out > 0
-        assert caller.gateway.circuits[caller.gateway.upstream.name, "m", CHAT].in_row == 1
+        assert caller.sender.circuits[caller.upstream.name, "m", CHAT].in_row == 1
 
 
 @aio
@@ -2582,7 +3438,7 @@ async def test_secrets_stay_out_of_log_and_status(capfd: pytest.CaptureFixture[s
 
 
 def circuit_of(caller: Caller, path: str = CHAT, model: str = "m") -> Circuit:
-    return caller.gateway.circuits[caller.gateway.upstream.name, model, path]
+    return caller.sender.circuits[caller.upstream.name, model, path]
 
 
 async def raw_call(url: str, body: Any, path: str = CHAT, limit: int = 2**12) -> Any:
@@ -3096,7 +3952,7 @@ async def test_whatever_an_upstream_reports_its_callers_land() -> None:
     async with upstream(answer) as up, proxy(up.base) as caller:
         for prompt in ("a", "b", "c"):
             assert (await caller.fetch(ask(prompt)))[0] == 200
-        assert 0.5 <= caller.gateway.learned["m"].chars_per_token <= 10
+        assert caller.learned.prompt_tokens(TextSize.of(["hi"])) < 100
 
 
 @aio
@@ -3154,7 +4010,7 @@ async def test_speed_is_learned_from_the_upstreams_time_alone() -> None:
         await asyncio.sleep(2.0)
         up.health = 200
         assert (await call)[0] == 200
-        assert caller.gateway.learned["m"].token_s < llmproxy.TOKEN_S_UNLEARNED
+        assert caller.learned.token_s < llmproxy.TOKEN_S_UNLEARNED
 
 
 @aio
@@ -3519,7 +4375,7 @@ async def test_unreachable_upstream_is_said_once_at_start() -> None:
 
 def status_of_many_things() -> dict[str, Any]:
     gateway = llmproxy.Gateway(Settings(upstream="http://127.0.0.1:8080"))
-    breaker = gateway.circuits["127.0.0.1:8080", "some-model", CHAT]
+    breaker = gateway.sender.circuits["127.0.0.1:8080", "some-model", CHAT]
     breaker._on_move = lambda circuit: None
     fail(breaker, 5)
     gateway.counters.fates.update(joined=199, rejected=3, hit=5)
@@ -3809,8 +4665,17 @@ def test_environment_errors_name_the_variable() -> None:
 def test_check_says_what_the_file_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "c.toml"
     file.write_text('upstream = "http://127.0.0.1:9000"\n[model."gpt-*"]\nretry = "never"\n')
+    file.write_text(
+        file.read_text()
+        + '[client.bob]\nkey_sha256 = "'
+        + "0" * 64
+        + '"\nrpm = 5\n'
+        + '[[upstream_key]]\ncommand = "pass show secret-name"\ntpm = 9\n'
+    )
     assert llmproxy.main(["check", "--config", str(file)]) == 0
     out = capsys.readouterr().out
+    assert "client bob: priority = normal, rpm = 5" in out
+    assert "upstream_key command pass: tpm = 9" in out and "secret-name" not in out
     assert "would proxy http://127.0.0.1:9000 on http://127.0.0.1:4000" in out
     assert f"({file}:1: upstream)" in out and "model gpt-*: retry = never" in out
 
@@ -3934,7 +4799,7 @@ async def test_llama_serves_both_sdks_joined_kept_and_streamed() -> None:
             )
             async with caller.session.get(caller.url + "/props") as response:
                 assert (await response.json())["total_slots"] == 2
-            assert caller.gateway.upstream.slots == 2
+            assert caller.upstream.slots == 2
 
 
 @needs_llama
@@ -3968,8 +4833,8 @@ async def test_llama_loading_waits_and_auto_concurrency_follows_the_slots() -> N
                 status, _, body = await caller.fetch(ask("hello", max_tokens=4))
                 await asyncio.sleep(0.005)
             assert status == 200, body
-            await caller.gateway._learn_props()
-            assert caller.gateway.gate.slots == 2
+            await caller.upstream.learn_props()
+            assert caller.gate.slots == 2
             prompts = [caller.fetch(ask(f"{n}", max_tokens=4)) for n in range(6)]
             assert [answer[0] for answer in await asyncio.gather(*prompts)] == [200] * 6
             proc.send_signal(signal.SIGSTOP)
@@ -3992,7 +4857,7 @@ def settings_table() -> str:
     rows = ["| setting | default | meaning | live |", "|---|---|---|---|"]
     for name, item in llmproxy.SETTINGS.items():
         meta = item.metadata
-        default = llmproxy.default_text(name)
+        default = llmproxy.default_text(item)
         unit = f" ({meta['unit']})" if meta["unit"] else ""
         notes = "; repeatable" if meta["many"] else ""
         live = "yes" if meta["live"] else ""
@@ -4002,12 +4867,31 @@ def settings_table() -> str:
     return "\n".join(rows)
 
 
-SETTINGS_BLOCK = re.compile(r"(?<=<!-- settings -->\n)(.*?)(?=\n<!-- /settings -->)", re.DOTALL)
+def tables_table() -> str:
+    """Likewise the tables of the configuration file."""
+    rows = ["| table | key | meaning |", "|---|---|---|"]
+    heads = ('[model."GLOB"]', "[client.NAME]", "[upstream.NAME]", "[[upstream_key]]")
+    for head, kind in zip(heads, llmproxy._File.TABLES.values(), strict=True):
+        for name, item in llmproxy.fields_of(kind).items():
+            meta = item.metadata
+            unit = f" ({meta['unit']})" if meta["unit"] else ""
+            rows.append(
+                f"| `{head}` | `{name}` | {meta['help']}{unit}{'; a list' * meta['many']} |"
+            )
+    return "\n".join(rows)
 
 
-def test_readme_table_of_settings_is_the_declarations() -> None:
-    found = SETTINGS_BLOCK.search(readme())
-    assert found is not None and found[0] == settings_table()
+BLOCKS = {"settings": settings_table, "tables": tables_table}
+
+
+def block(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<=<!-- {name} -->\n)(.*?)(?=\n?<!-- /{name} -->)", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_readme_tables_are_the_declarations(name: str) -> None:
+    found = block(name).search(readme())
+    assert found is not None and found[0] == BLOCKS[name]()
 
 
 def test_readme_has_every_error_command_and_header() -> None:
@@ -4073,5 +4957,8 @@ def is_annotation(tree: ast.AST, name: ast.Name) -> bool:
 
 
 if __name__ == "__main__":
-    text = SETTINGS_BLOCK.sub(lambda match: settings_table(), readme())
+    text = readme()
+    for name, table in BLOCKS.items():
+        text = block(name).sub(lambda _, table=table: table(), text)  # type: ignore[misc]
+        text = text.replace(f"|<!-- /{name}", f"|\n<!-- /{name}")
     (HERE / "README.md").write_text(text, "utf-8")
