@@ -12,8 +12,8 @@ Applications change only their base URL. What converges here is joined, queued, 
               Gateway._relay   7 relay    every caller reads the flight at its own pace
               Gateway.handle   8 record   counters, one log line, the live table
 
-Sections, each using only what stands above it: Errors, Settings, Flow control, Wire, Upstream,
-Counters, Gateway, Server, Live table, Mock, Demo, Command line.
+Sections, each using only what stands above it: Errors, Settings, Flow control, Wire, Money,
+Ledger, Upstream, Counters, Gateway, Server, Live table, Mock, Demo, Command line.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_bytes`, `_tokens`. Instants named `*_at`
 are monotonic. All state lives on one event loop in one thread: changes between two awaits are
@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import bisect
 import contextlib
+import csv
 import dataclasses
 import difflib
 import enum
@@ -36,6 +37,7 @@ import hashlib
 import heapq
 import hmac
 import ipaddress
+import itertools
 import json
 import logging
 import marshal
@@ -44,16 +46,20 @@ import os
 import queue
 import random
 import re
+import secrets
 import shlex
 import signal
 import socket
+import sqlite3
 import string
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
+import urllib.parse
 import urllib.request
 import zlib
 from collections import Counter, OrderedDict, deque
@@ -66,6 +72,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, cast
 
 import aiohttp
+import tomli_w
 from aiohttp import web
 from aiohttp.helpers import TimerNoop
 from aiohttp.http import StreamWriter
@@ -100,6 +107,7 @@ REFUSED_KEY_S = 60.0  # and one that was answered 401 or 403 after this
 WINDOW_S = 60.0  # of rpm and tpm
 STALE_CONNECTION_S = 0.1  # a pooled connection that fails within this had been closed before
 OUTPUT_TOKENS_UNLEARNED, TOKEN_S_UNLEARNED = 1024, 0.05
+OUTPUT_TOKENS_ABSENT = 4096  # reserved of a budget where a call names no max_tokens
 MAX_JSON_ITEMS = 300_000  # a body of more passes, but is not joined; about 0.1 s to parse
 BLOB_TOKENS = 1500  # an image or other base64 block in a prompt; providers charge 85 to 1,600
 
@@ -130,12 +138,14 @@ ERRORS = {
     "model_not_allowed": (403, "invalid_request_error", "permission_error", False),
     "queue_full": (429, "rate_limit_error", "rate_limit_error", True),
     "queue_timeout": (429, "rate_limit_error", "rate_limit_error", True),
+    "budget_exceeded": (429, "insufficient_quota", "rate_limit_error", False),
     "rate_limited": (429, "rate_limit_error", "rate_limit_error", True),
     "internal_error": (500, "server_error", "api_error", False),
     "upstream_unreachable": (502, "server_error", "api_error", False),
     "upstream_incomplete": (502, "server_error", "api_error", False),
     "upstream_key_refused": (502, "server_error", "api_error", False),
     "circuit_open": (503, "server_error", "overloaded_error", False),
+    "ledger_unavailable": (503, "server_error", "api_error", False),
     "shutting_down": (503, "server_error", "overloaded_error", True),
     "upstream_timeout": (504, "server_error", "timeout_error", False),
 }
@@ -158,8 +168,23 @@ class ProxyError(Exception):
         return not self.code.startswith("upstream_")
 
 
+# Of OpenAI and its kind, Anthropic, Google, GitHub, AWS, Slack, JSON web tokens, our own; and what
+# stands where a key would.
+_SECRETS = re.compile(
+    r"\b(?:sk|pk|rk|gsk|hf|xai|pplx|r8|nvapi|ghp|gho|github_pat|glpat|xox[abp]|AIza|AKIA|eyJ|llmp)"
+    r"[-_A-Za-z0-9.]{12,}|(?i:bearer|basic)\s+[^\s\"',;]{6,}"
+    r"|(?<=[?&]key=)[^&\s\"']+"
+)
+
+
+def struck(text: str) -> str:
+    """A text without what looks like a key."""
+    return _SECRETS.sub("***", text) if text else text
+
+
 def printable(text: str, limit: int = 80) -> str:
-    """Text from outside, safe for a log line or a terminal."""
+    """Text from outside, safe for a log line or a terminal: no key, no control character."""
+    text = struck(text)
     text = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -239,6 +264,33 @@ def parse_url(text: str) -> str:
             "wants a base URL with http:// or https:// (and no user@), or mock:"
         ) from None
     return text.rstrip("/")
+
+
+def parse_span(text: str) -> float:
+    return _number(text, {**_SECONDS, "d": 86400.0}, "a span, like 30m, 12h or 7d")
+
+
+def parse_days(text: str) -> float:
+    return _number(text, {"": 1.0, "d": 1.0, "days": 1.0}, "days, like 90")
+
+
+def parse_usd(text: str) -> float:
+    return _number(text, {"": 1.0, "usd": 1.0}, "an amount in USD, like 5 or 0.25")
+
+
+def parse_price(text: str) -> str:
+    """`IN/OUT` or `IN/OUT/CACHED_IN`, in USD per million tokens."""
+    number = r"\d{1,9}(\.\d{1,9})?"
+    if not re.fullmatch(rf"{number}/{number}(/{number})?", text, re.ASCII):
+        _refuse("IN/OUT or IN/OUT/CACHED_IN in USD per million tokens, like 2.5/10/1.25")
+    return text
+
+
+def parse_model_price(text: str) -> str:
+    model, _, price = text.rpartition("=")
+    return (
+        f"{model}={parse_price(price)}" if model else _refuse("MODEL=IN/OUT, like 'gpt-*=2.5/10'")
+    )
 
 
 def one_of(*allowed: str) -> Callable[[str], str]:
@@ -350,6 +402,10 @@ class ClientRule:
     rpm: int | None = setting(None, parse_count, "requests", "calls a minute that go upstream",
         also=NONE)
     tpm: int | None = setting(None, parse_count, "tokens", "their tokens a minute", also=NONE)
+    budget: float | None = setting(None, parse_usd, "USD", "what it may spend a day", also=NONE)
+    budget_month: float | None = setting(None, parse_usd, "USD", "and a month", also=NONE)
+    task_budget: int | None = setting(None, parse_count, "tokens", also=NONE, text=
+        "of a task whose first call names no x-llmproxy-task-budget")
 
     def may_use(self, model: str) -> bool:
         return not self.models or any(fnmatch.fnmatchcase(model, glob) for glob in self.models)
@@ -366,6 +422,8 @@ class ModelRule:
     retry: str | None = setting(None, one_of(*RETRY_KINDS), "", "kind of call, see Retries")
     fallback: list[str] = setting([], str, "name",
         "models or upstreams to ask instead while this one fails, in turn")
+    price: str | None = setting(None, parse_price, "USD",
+        "IN/OUT or IN/OUT/CACHED_IN per million tokens")
 
 
 @dataclass
@@ -411,6 +469,13 @@ class Settings:
         "wait before an open circuit is tried")
     breaker_success: float = setting(0.8, parse_share, "share", text=
         "recent trials that must succeed to close a circuit")
+    budget: float | None = setting(None, parse_usd, "USD", also=NONE, text=
+        "what all together may spend a day, local time")
+    budget_month: float | None = setting(None, parse_usd, "USD", "and a month", also=NONE)
+    price: list[str] = setting([], parse_model_price, "price", text=
+        "MODEL=IN/OUT or MODEL=IN/OUT/CACHED_IN, USD per million tokens; globs")
+    prices: str | None = setting(None, str, "path", also=NONE, text=
+        "LiteLLM's model_prices_and_context_window.json; price goes first")
     max_body: int = setting(64 * 2**20, parse_size, "bytes", "larger requests get 413")
     allow_host: list[str] = setting([], str, "name", text=
         "further Host names accepted on loopback (host.docker.internal)")
@@ -418,11 +483,16 @@ class Settings:
         "browser origins that may call (https://app.example)")
     keepalive: float | None = setting(None, parse_seconds, "s", also={"off": None}, text=
         "SSE comments to a streaming caller that still waits; later errors then come in-band")
-    state: str = setting("none", one_of("none"), "", live=False, text=
-        "the ledger; this version keeps none")
+    state: str = setting("$XDG_STATE_HOME/llmproxy/llmproxy.db", str, "path", live=False, text=
+        "the ledger, an SQLite file; none keeps nothing")
+    log_bodies: str = setting("off", one_of("on", "off"), "", text=
+        "on: the ledger keeps prompts and answers too, with what looks like a key struck out")
+    retention: float = setting(90.0, parse_days, "days", "ledger rows are kept; 0: for ever")
     live: str = setting("auto", one_of("auto", "on", "off"), "", live=False, text=
         "the live table; auto: on a terminal")
     log: str = setting("text", one_of("text", "json", "off"), "", "one line a call on stderr")
+    allow_open: str = setting("off", one_of("on", "off"), "", live=False, text=
+        "on: listen on other hosts than loopback though the file has no clients")
     admin_key: str | None = setting(None, str, "secret", also=NONE, live=False, text=
         "bearer token for /_llmproxy/; none: loopback callers only")
     given: dict[str, str] = field(default_factory=dict)  # name -> where it was set
@@ -823,7 +893,7 @@ class Key:
         return max(shares, default=0.0), self.running, self.calls
 
     def active(self, model: str) -> list[Pause]:
-        return [p for p in map(self.pauses.get, (None, model)) if p] if self.pauses else []
+        return [p for p in map(self.pauses.get, (None, model)) if p]
 
     def free_at(self, model: str) -> float:
         """0: now. inf: when a call that tries it out has been answered."""
@@ -873,13 +943,13 @@ class Permit:
     def __init__(self, gate: Gate, demand: Demand, weight: int, key: Key, now: float) -> None:
         self._gate, self.demand, self.weight, self.key = gate, demand, weight, key
         self.granted_at = now
-        self._pauses = key.active(demand.model)
+        self._pauses = key.active(demand.model) if key.pauses else ()
         for pause in self._pauses:
             pause.running += 1
-        rpms = [b for b in (gate.rpm, key.rpm) if b is not None]
-        tpms = [b for b in (gate.tpm, key.tpm) if b is not None]
         self.reservation: Reservation | None = None
-        if rpms or tpms:
+        if gate.rpm or gate.tpm or key.rpm or key.tpm:
+            rpms = [b for b in (gate.rpm, key.rpm) if b is not None]
+            tpms = [b for b in (gate.tpm, key.tpm) if b is not None]
             self.reservation = Reservation(rpms, tpms, demand.prompt_tokens, demand.output_tokens)
         key.running += 1
         key.calls += 1
@@ -1551,12 +1621,13 @@ class Head:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one call; `prompt` includes `cached`."""
+    """Tokens of one call; `prompt` includes `cached` and `written`."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    written: int = 0  # of the prompt, to a cache
     is_estimated: bool = False
 
 
@@ -1577,6 +1648,26 @@ NO_USAGE, NO_TIME = Usage(), Timing()
 class _Follower:
     sink: Callable[[bytes], bool]
     future: asyncio.Future[tuple[int, int]]
+
+
+class Meter:
+    """Counts a running stream's tokens against its task's budget, an event for a token."""
+
+    def __init__(self, task: Budget, prompt_tokens: int) -> None:
+        self.task, self.prompt_tokens, self.output_tokens = task, prompt_tokens, 0
+        self.is_cut = False
+        task.spent += prompt_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    def is_over(self, chunk: bytes) -> bool:
+        tokens = max(0, chunk.count(b"data:") - chunk.count(b'"message_') - chunk.count(b"[DONE]"))
+        self.output_tokens += tokens
+        self.task.spent += tokens
+        self.is_cut = self.task.spent >= self.task.limit
+        return self.is_cut
 
 
 class Flight:
@@ -1608,9 +1699,12 @@ class Flight:
     choice: Choice | None = None  # who is asked
     first_at = 0.0  # when the first attempt was sent, less its wait until then
     met_open = False  # an open circuit
+    outcome = ""  # of the attempt that ends
     has_backed_off = False  # waited for a further attempt, even if it came to none
     permit: Permit | None = None
     reserved: Reservation | None = None  # of its client's own limits
+    stake: Stake | None = None  # of the budgets
+    meter: Meter | None = None  # of its task
     upstream = fallback = ""  # who answers, and its name where it was not the first choice
     usage = NO_USAGE
     extra = b""  # the usage event that callers do not see
@@ -1782,7 +1876,7 @@ class Kept:
     fields: tuple[str, ...]
     body: bytes
     stored_at: float
-    tokens: tuple[int, int, int, int]
+    tokens: tuple[int, int, int, int, int]
     upstream: str
     model: str
     is_deterministic: bool
@@ -1919,6 +2013,13 @@ class Learned:
             text = a * size.ascii_units + b * size.wide + c * size.strings + d
         return round(text) + size.blobs * BLOB_TOKENS
 
+    def worst_tokens(self, size: TextSize) -> int:
+        """More than a prompt will take, for budgets: generous until the model is known."""
+        if self._calls >= 20:
+            return round(1.25 * self.prompt_tokens(size)) + 10
+        text = size.chars / 2 + 1.5 * size.wide + 10 * size.strings + 20
+        return round(text) + size.blobs * BLOB_TOKENS
+
     def output_tokens(self, at_most: int | None) -> int:
         """What a call is likely to write: no more than it asks for nor the 95th percentile."""
         return self._output_p95 if at_most is None else min(self._output_p95, at_most)
@@ -2039,6 +2140,7 @@ OWN_HEADERS: dict[str, tuple[str, ...]] = {  # and what they may say; nothing: a
     "x-llmproxy-priority": tuple(Gate.SHARES),
     "x-llmproxy-retry": RETRY_KINDS,
     "x-llmproxy-task": (),
+    "x-llmproxy-task-budget": (),
 }
 # Content-Length and Host are made anew; Origin ends here, because CORS is answered here.
 NOT_SENT_UPSTREAM = HOP_BY_HOP | {"host", "content-length", "expect", "origin", "x-request-id"}
@@ -2070,6 +2172,7 @@ class Route:
     dialect: str = "openai"
     is_free: bool = False  # costs neither tokens nor a slot, so it does not queue
     takes_usage: bool = False  # knows stream_options.include_usage
+    writes: bool = True  # tokens, so that there is an output to reserve
     ends: re.Pattern[bytes] | None = None
 
 
@@ -2086,11 +2189,11 @@ ROUTES = {
     "messages/count_tokens": Route("anthropic", is_free=True),
     "completion": Route(ends=_STOP),
     "infill": Route(ends=_STOP),
-    "embeddings": Route(),
-    "embedding": Route(),
-    "rerank": Route(),
-    "reranking": Route(),
-    "moderations": Route(),
+    "embeddings": Route(writes=False),
+    "embedding": Route(writes=False),
+    "rerank": Route(writes=False),
+    "reranking": Route(writes=False),
+    "moderations": Route(writes=False),
     "tokenize": Route(is_free=True),
     "detokenize": Route(is_free=True),
     "apply-template": Route(is_free=True),
@@ -2185,6 +2288,14 @@ def max_tokens(doc: Mapping[str, Any]) -> int | None:
     names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
     limits = [doc[name] for name in names if type(doc.get(name)) is int and doc[name] >= 0]
     return max(limits, default=None)
+
+
+def copies(doc: Mapping[str, Any]) -> int:
+    """How many answers a body asks for."""
+    prompts: Any = doc.get("prompt")
+    is_many = isinstance(prompts, list) and any(type(prompt) is not int for prompt in prompts)
+    wanted: list[int] = [doc[name] for name in ("n", "best_of") if type(doc.get(name)) is int]
+    return (len(prompts) if is_many else 1) * max([1, *wanted])
 
 
 def is_deterministic(doc: Mapping[str, Any]) -> bool:
@@ -2326,6 +2437,7 @@ def read_usage(body: bytes, is_stream: bool) -> Usage | None:
             if b'"message_start"' in event and (start := _usage_of(event_data(event))):
                 usage.prompt = max(usage.prompt, start.prompt)
                 usage.cached = max(usage.cached, start.cached)
+                usage.written = max(usage.written, start.written)
                 usage.completion = max(usage.completion, start.completion)
                 break
     return usage
@@ -2375,9 +2487,10 @@ def _usage_from(usage: dict[str, Any]) -> Usage:
         return Usage(prompt, cached, _whole(usage, "completion_tokens"), reasoning)
     # Anthropic counts what it read from or wrote to its cache apart from input_tokens.
     read = _whole(usage, "cache_read_input_tokens")
-    prompt = _whole(usage, "input_tokens") + read + _whole(usage, "cache_creation_input_tokens")
+    written = _whole(usage, "cache_creation_input_tokens")
+    prompt = _whole(usage, "input_tokens") + read + written
     cached = read or _whole(inner, "cached_tokens")
-    return Usage(prompt, cached, _whole(usage, "output_tokens"), reasoning)
+    return Usage(prompt, cached, _whole(usage, "output_tokens"), reasoning, written)
 
 
 def _inner(doc: dict[str, Any], name: str) -> dict[str, Any]:
@@ -2487,6 +2600,47 @@ def without_key(raw_path: str) -> str:
     return path + mark * bool(kept) + "&".join(kept) if mark else path
 
 
+def closing_events(name: str, sent: bytes, output_tokens: int) -> bytes:
+    """The events that end a running stream cleanly, as if it had met its max_tokens.
+
+    Args:
+        name: the route, like chat/completions.
+        sent: the stream's last events, or all of them.
+    """
+    events = [event_data(event) for event in EVENT_END.split(sent) if b"{" in event]
+    docs = []
+    for data in events:
+        with contextlib.suppress(ValueError, RecursionError):
+            docs.append(json.loads(data))
+    docs = [doc for doc in docs if isinstance(doc, dict)]
+    if name == "messages":
+        ending: list[dict[str, Any]] = []
+        for doc in docs:
+            if doc.get("type") in ("content_block_start", "content_block_delta"):
+                ending = [{"type": "content_block_stop", "index": doc.get("index", 0)}]
+            elif doc.get("type") == "content_block_stop":
+                ending = []
+        stop = {"stop_reason": "max_tokens", "stop_sequence": None}
+        usage = {"output_tokens": output_tokens}
+        ending.append({"type": "message_delta", "delta": stop, "usage": usage})
+        ending.append({"type": "message_stop"})
+        parts = [f"event: {doc['type']}\ndata: {json.dumps(doc)}\n\n" for doc in ending]
+        return "".join(parts).encode()
+    if name == "responses":
+        reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        found = [doc["response"] for doc in docs if isinstance(doc.get("response"), dict)]
+        begun = found[0] if found else {}
+        doc = {"type": "response.incomplete", "response": {"object": "response", **begun, **reason}}
+        return f"event: {doc['type']}\ndata: {json.dumps(doc)}\n\n".encode()
+    if name in ("completion", "infill"):
+        doc = {"content": "", "stop": True, "stop_type": "limit", "tokens_predicted": output_tokens}
+        return f"data: {json.dumps(doc)}\n\n".encode()
+    base = {k: v for k, v in (docs[0] if docs else {}).items() if k not in ("choices", "usage")}
+    empty: dict[str, Any] = {"delta": {}} if name == "chat/completions" else {"text": ""}
+    choice = {"index": 0, **empty, "finish_reason": "length"}
+    return f"data: {json.dumps({**base, 'choices': [choice]})}\n\ndata: [DONE]\n\n".encode()
+
+
 def error_body(error: ProxyError, dialect: str, trace: str) -> bytes:
     if dialect == "anthropic":
         inner = {"type": error.anthropic_type, "message": error.message, "code": error.code}
@@ -2541,6 +2695,553 @@ def join_path(base: str, raw_path: str) -> str:
     if base.endswith("/v1") and re.match(r"/v1(?![^/?])", raw_path):
         base = base[:-3]
     return base + raw_path
+
+
+###############################################################################
+# Money
+###############################################################################
+# Rule: integer micro-dollars, since USD per million tokens is micro-dollars per token. An injected
+# wall clock, because days and months are those of the wall. Whatever is reserved is settled once.
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Micro-dollars per token, by kind of token."""
+
+    prompt: float
+    completion: float
+    cached: float  # prompt tokens that were read from a cache
+    written: float  # and those that were written to one
+    most_output_tokens: int = OUTPUT_TOKENS_ABSENT
+
+    def cost(self, usage: Usage) -> int:
+        fresh = max(0, usage.prompt - usage.cached - usage.written)
+        cost = fresh * self.prompt + usage.cached * self.cached + usage.written * self.written
+        return math.ceil(cost + usage.completion * self.completion - 1e-6)
+
+
+class Prices:
+    """Prices by model: the `price` settings, then the file's models, then LiteLLM's price file."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises ConfigError where the price file cannot be used."""
+        self._globs = [tuple(text.rpartition("=")[::2]) for text in settings.price]
+        self._globs += [(rule.name, rule.price) for rule in settings.models if rule.price]
+        self._listed = _read_prices(settings.prices) if settings.prices else {}
+        self._found: Memo[list[Price | None]] = Memo(lambda model: [self._find(model)])
+
+    def of(self, model: str) -> Price | None:
+        return self._found[model][0]
+
+    def _find(self, model: str) -> Price | None:
+        for glob, text in self._globs:
+            if fnmatch.fnmatchcase(model, glob):
+                prompt, completion, *cached = (float(part) for part in text.split("/"))
+                return Price(prompt, completion, cached[0] if cached else prompt, prompt)
+        found = self._listed.get(model) or self._listed.get(model.rpartition("/")[2])
+        return None if found is None else _listed_price(found)
+
+
+def _read_prices(path: str) -> dict[str, dict[str, Any]]:
+    try:
+        doc = json.loads(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        raise ConfigError(f"prices: {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"prices: {path}: not valid JSON") from None
+    if not isinstance(doc, dict):
+        raise ConfigError(f"prices: {path}: wants an object of models, as LiteLLM publishes it")
+    return {name: entry for name, entry in doc.items() if isinstance(entry, dict)}
+
+
+def _listed_price(entry: Mapping[str, Any]) -> Price | None:
+    """One model of LiteLLM's model_prices_and_context_window.json; None without token prices."""
+
+    def micros(name: str, default: float | None = None) -> float | None:
+        value = entry.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+            return default
+        return value * 1e6
+
+    prompt = micros("input_cost_per_token")
+    completion = micros("output_cost_per_token", 0.0 if entry.get("mode") == "embedding" else None)
+    if prompt is None or completion is None:
+        return None
+    cached = micros("cache_read_input_token_cost", prompt)
+    written = micros("cache_creation_input_token_cost", prompt)
+    most = entry.get("max_output_tokens")
+    most = most if type(most) is int and most > 0 else OUTPUT_TOKENS_ABSENT
+    return Price(prompt, completion, cast(float, cached), cast(float, written), most)
+
+
+def period_start(now_unix: float, window: str) -> float:
+    """When the local day or month of an instant began."""
+    local = time.localtime(now_unix)
+    day = 1 if window == "month" else local.tm_mday
+    return time.mktime((local.tm_year, local.tm_mon, day, 0, 0, 0, 0, 0, -1))
+
+
+def period_end(now_unix: float, window: str) -> float:
+    began = period_start(now_unix, window)
+    return period_start(began + (26 * 3600 if window == "day" else 32 * 86400), window)
+
+
+class Budget:
+    """What may be spent in a window of local time, or of tokens by a task.
+
+    A `soft` one refuses only when it is spent: a call that may go beyond it goes alone, because
+    its stream is cut where the budget ends.
+    """
+
+    def __init__(self, name: str, limit: int, window: str = "", soft: bool = False) -> None:
+        self.name, self.limit, self.window, self.soft = name, limit, window, soft
+        self.spent = self.reserved = 0
+        self._period = ""
+
+    def __repr__(self) -> str:
+        return f"<Budget {self.name} {self.spent}+{self.reserved}/{self.limit}>"
+
+    def roll(self, now_unix: float) -> None:
+        """Begin anew where a day or month has ended; what is reserved stays."""
+        period = time.strftime(PERIODS[self.window], time.localtime(now_unix))
+        if period != self._period:
+            self._period, self.spent = period, 0
+
+    def is_spent(self, amount: int) -> bool:
+        """Whether `amount` cannot fit, however the open reservations settle."""
+        return self.spent >= self.limit if self.soft else self.spent + amount > self.limit
+
+    def fits(self, amount: int) -> bool:
+        if self.soft and not self.reserved:
+            return self.spent < self.limit
+        return self.spent + self.reserved + amount <= self.limit
+
+
+PERIODS = {"day": "%Y-%m-%d", "month": "%Y-%m", "": ""}
+
+
+class Stake:
+    """What one call has reserved of its budgets; settled exactly once."""
+
+    def __init__(self, budgets: Budgets, wanted: list[tuple[Budget, int]]) -> None:
+        self._budgets, self._wanted = budgets, wanted
+        for budget, amount in wanted:
+            budget.reserved += amount
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._wanted)
+
+    @property
+    def task(self) -> Budget | None:
+        return next((budget for budget, _ in self._wanted if budget.soft), None)
+
+    def settle(self, cost_micros: int = 0, tokens: int = 0) -> None:
+        wanted, self._wanted = self._wanted, []
+        for budget, amount in wanted:
+            budget.reserved -= amount
+            budget.spent += tokens if budget.soft else cost_micros
+        if wanted:
+            self._budgets.changed()
+
+
+@dataclass(slots=True, eq=False)
+class _Saver:
+    wanted: list[tuple[Budget, int]]
+    future: asyncio.Future[Stake]
+
+
+class Budgets:
+    """Every budget, and the calls that wait for the reservations of others to settle."""
+
+    def __init__(self, settings: Settings, now: Clock = time.time) -> None:
+        self._now = now
+        self._waiting: list[_Saver] = []
+        self._tasks: Memo[Budget] = Memo(
+            lambda key: Budget(f"task {key[1]}", 0, soft=True), lambda task: not task.reserved
+        )
+        self.of_all = _budgets("the budget", settings.budget, settings.budget_month)
+        self.of_client = {
+            rule.name: _budgets(f"client {rule.name}", rule.budget, rule.budget_month)
+            for rule in settings.clients
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.of_all and not any(self.of_client.values())
+
+    def of(self, client: str) -> list[Budget]:
+        found = [*self.of_all, *self.of_client.get(client, ())]
+        for budget in found:
+            budget.roll(self._now())
+        return found
+
+    def task(self, client: str, name: str) -> Budget:
+        return self._tasks[client, name]
+
+    async def reserve(self, wanted: list[tuple[Budget, int]], timeout_s: float) -> Stake:
+        """Reserve all that is wanted, or nothing.
+
+        Raises:
+            ProxyError: budget_exceeded where one cannot fit, queue_timeout where the reservations
+                of others did not settle in time.
+        """
+        self._check(wanted)
+        if all(budget.fits(amount) for budget, amount in wanted):
+            return Stake(self, wanted)
+        saver = _Saver(wanted, asyncio.get_running_loop().create_future())
+        self._waiting.append(saver)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await saver.future
+        except TimeoutError:
+            why = "other calls hold what is left of the budget (--queue-timeout)"
+            raise ProxyError("queue_timeout", why, retry_after_s=1) from None
+        finally:
+            if saver in self._waiting:
+                self._waiting.remove(saver)
+            elif saver.future.done() and not saver.future.cancelled():
+                task = asyncio.current_task()  # granted, and cancelled before it could tell
+                if task is not None and task.cancelling() and not saver.future.exception():
+                    saver.future.result().settle()
+
+    def changed(self) -> None:
+        """Somebody has settled: let those go on who fit now, in order, or never will."""
+        for saver in list(self._waiting):
+            if saver.future.done():
+                continue
+            try:
+                self._check(saver.wanted)
+            except ProxyError as error:
+                saver.future.set_exception(error)
+            else:
+                if all(budget.fits(amount) for budget, amount in saver.wanted):
+                    saver.future.set_result(Stake(self, saver.wanted))
+        self._waiting = [saver for saver in self._waiting if not saver.future.done()]
+
+    def _check(self, wanted: list[tuple[Budget, int]]) -> None:
+        for budget, amount in wanted:
+            if budget.is_spent(amount):
+                left = max(0, budget.limit - budget.spent)
+                unit = "tokens are" if budget.soft else "micro-dollars are"
+                text = f"{left} {unit}" if budget.soft else f"{left / 1e6:.6f} USD is"
+                why = f"{budget.name}: {text} left of the {budget.window or 'task'}'s budget"
+                now, window = self._now(), budget.window
+                wait_s = period_end(now, window) - now if window else None
+                why += ", the call may need more"
+                raise ProxyError("budget_exceeded", why, retry_after_s=wait_s)
+
+
+def _budgets(name: str, day_usd: float | None, month_usd: float | None) -> list[Budget]:
+    windows = (("day", day_usd), ("month", month_usd))
+    return [Budget(name, round(usd * 1e6), window) for window, usd in windows if usd is not None]
+
+
+###############################################################################
+# Ledger
+###############################################################################
+# Rule: rows in, rows out; knows nothing of HTTP. One thread writes, in batches, so that the event
+# loop never waits for a disk.
+
+COLUMNS = (
+    "id", "time_unix", "trace", "request_id", "shared", "client", "task", "method", "path", "model",
+    "upstream", "fallback", "fate", "status", "code", "attempts", "stream", "queue_ms", "limit_ms",
+    "retry_ms", "ttft_ms", "total_ms", "tokens_in", "tokens_cached", "tokens_written", "tokens_out",
+    "tokens_reasoning", "tokens_estimated", "cost_micros", "reserved_micros", "saved_micros",
+    "steps", "state",
+)  # fmt: skip
+# What each version adds to the file; PRAGMA user_version counts them.
+MIGRATIONS = (
+    """
+    CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER, began_unix REAL);
+    CREATE TABLE calls (
+        id INTEGER PRIMARY KEY, time_unix REAL, trace TEXT, request_id TEXT, shared TEXT,
+        client TEXT, task TEXT, method TEXT, path TEXT, model TEXT, upstream TEXT, fallback TEXT,
+        fate TEXT, status INTEGER, code TEXT, attempts INTEGER, stream INTEGER, queue_ms REAL,
+        limit_ms REAL, retry_ms REAL, ttft_ms REAL, total_ms REAL, tokens_in INTEGER,
+        tokens_cached INTEGER, tokens_written INTEGER, tokens_out INTEGER,
+        tokens_reasoning INTEGER, tokens_estimated INTEGER, cost_micros INTEGER,
+        reserved_micros INTEGER, saved_micros INTEGER, steps TEXT,
+        state TEXT  -- open: asked of an upstream; done; lost: open when its process ended
+    );
+    CREATE INDEX calls_time ON calls (time_unix);
+    CREATE INDEX calls_trace ON calls (trace);
+    CREATE INDEX calls_task ON calls (client, task) WHERE task != '';
+    CREATE INDEX calls_open ON calls (state) WHERE state = 'open';
+    CREATE TABLE bodies (id INTEGER PRIMARY KEY, request TEXT, answer TEXT);
+    CREATE TABLE tasks (client TEXT, task TEXT, tokens INTEGER, PRIMARY KEY (client, task));
+    """,
+)
+_PUT = {
+    "calls": f"INSERT OR REPLACE INTO calls ({', '.join(COLUMNS)}) "
+    f"VALUES ({', '.join('?' * len(COLUMNS))})",
+    "bodies": "INSERT OR REPLACE INTO bodies VALUES (?, ?, ?)",
+    "tasks": "INSERT OR REPLACE INTO tasks VALUES (?, ?, ?)",
+}
+
+
+class Ledger:
+    """SQLite file of every call.
+
+    A row stands, committed, before an upstream is asked or an answer is given, and is replaced by
+    the whole one afterwards. Where the file cannot be written, `trouble` says why; rows are held
+    back, up to MOST_HELD, and written when it can be again.
+    """
+
+    MOST_HELD, BATCH = 50_000, 500
+
+    def __init__(self, path: Path, retention_days: Clock, now: Clock = time.time) -> None:
+        self.path, self.trouble = path, ""
+        self.lost_rows = 0
+        self._retention_days, self._now = retention_days, now
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...], Any]] = queue.SimpleQueue()
+        self._held: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=self.MOST_HELD)
+        self._next_id = 0
+        self._db: sqlite3.Connection | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._cleaned_unix = 0.0
+
+    def start(self) -> None:
+        """Open the file, count what an earlier process left open as spent, start the writer."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._open()
+        except (OSError, sqlite3.Error) as error:
+            self._in_trouble(error)
+        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is left, five seconds at most."""
+        self._queue.put(("", (), None))
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def put(self, table: str, row: tuple[Any, ...]) -> None:
+        self._queue.put((table, row, None))
+
+    def put_now(self, table: str, row: tuple[Any, ...]) -> asyncio.Future[None]:
+        """Done when the row is committed, or cannot be."""
+        assert self._loop is not None
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._queue.put((table, row, future))
+        return future
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            migrate(db)
+            settle_lost(db)
+            began = (os.getpid(), self._now())
+            run_id = db.execute("INSERT INTO runs (pid, began_unix) VALUES (?, ?)", began).lastrowid
+        except BaseException:
+            db.close()
+            raise
+        self._db, self._next_id = db, max(self._next_id, (run_id or 0) << 32)
+        with contextlib.suppress(OSError):
+            self.path.chmod(0o600)
+
+    def _work(self) -> None:
+        is_open = True
+        while is_open:
+            batch = [*self._take()]
+            is_open = all(table for table, _, _ in batch)
+            rows = [(table, row) for table, row, _ in batch if table]
+            if rows or self._held:
+                self._write(rows)
+            futures = [future for _, _, future in batch if future is not None]
+            if futures and self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(_resolve, futures)
+            self._clean()
+        if self._db is not None:
+            self._db.close()
+
+    def _take(self) -> Iterable[tuple[str, tuple[Any, ...], Any]]:
+        with contextlib.suppress(queue.Empty):
+            yield self._queue.get(timeout=1.0 if self._held else 60.0)
+            for _ in range(self.BATCH):
+                yield self._queue.get_nowait()
+
+    def _write(self, rows: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """One transaction for all; what cannot be written is held back."""
+        held = len(self._held) + len(rows)
+        self._held.extend(rows)
+        self.lost_rows += held - len(self._held)
+        try:
+            if self._db is None:
+                self._open()
+            db = cast(sqlite3.Connection, self._db)
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                for table, group in itertools.groupby(self._held, key=lambda item: item[0]):
+                    db.executemany(_PUT[table], [row for _, row in group])
+                db.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    db.execute("ROLLBACK")
+                raise
+        except (OSError, sqlite3.Error) as error:
+            self._in_trouble(error)
+            return
+        self._held.clear()
+        if self.trouble:
+            log.warning("ledger: %s is written again", self.path)
+            self.trouble = ""
+
+    def _in_trouble(self, error: Exception) -> None:
+        trouble = printable(getattr(error, "strerror", None) or str(error))
+        if trouble != self.trouble:
+            log.error("ledger: %s cannot be written: %s", self.path, trouble)
+        self.trouble = trouble
+
+    def _clean(self) -> None:
+        """Once an hour, forget what is older than `retention`."""
+        now, days = self._now(), self._retention_days()
+        if now - self._cleaned_unix < 3600 or self._db is None or self.trouble:
+            return
+        self._cleaned_unix = now
+        if days:
+            with contextlib.suppress(sqlite3.Error):
+                oldest = now - days * 86400
+                self._db.execute("DELETE FROM bodies WHERE id IN (SELECT id FROM calls WHERE "
+                                 "time_unix < ?)", (oldest,))  # fmt: skip
+                self._db.execute("DELETE FROM calls WHERE time_unix < ?", (oldest,))
+
+    def read(self, sql: str, values: Iterable[Any] = ()) -> list[dict[str, Any]]:
+        """Rows of a query, none where the file cannot be read. Blocks; not for the event loop."""
+        try:
+            with contextlib.closing(open_ledger(self.path)) as db:
+                return [dict(row) for row in db.execute(sql, tuple(values))]
+        except (OSError, sqlite3.Error):
+            return []
+
+
+def _resolve(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+
+
+def migrate(db: sqlite3.Connection) -> None:
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version > len(MIGRATIONS):
+        raise sqlite3.DatabaseError(f"it was written by a newer llmproxy (version {version})")
+    for number, script in enumerate(MIGRATIONS[version:], version + 1):
+        db.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
+
+
+def settle_lost(db: sqlite3.Connection) -> None:
+    """Calls that were with an upstream when their process ended count as spent, as reserved."""
+    open_runs = db.execute(
+        "SELECT DISTINCT runs.id, pid FROM calls JOIN runs ON runs.id = calls.id >> 32 "
+        "WHERE state = 'open'"
+    )
+    for run_id, pid in open_runs.fetchall():
+        if not is_running(pid):
+            db.execute(
+                "UPDATE calls SET state = 'lost', cost_micros = reserved_micros, "
+                "tokens_estimated = 1 WHERE state = 'open' AND id >> 32 = ?", (run_id,)
+            )  # fmt: skip
+
+
+def is_running(pid: int) -> bool:
+    """Whether another process of that number lives; our own number is a former life."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def open_ledger(path: Path) -> sqlite3.Connection:
+    """The ledger to read from, whether its daemon runs or not. Raises sqlite3.Error."""
+    db = sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=5.0)
+    db.row_factory = sqlite3.Row
+    return db
+
+
+SPENT = "coalesce(sum(cost_micros), 0)"
+FILTERS = ("client", "task", "model", "upstream", "fate", "status")
+
+
+def calls_query(
+    wanted: Mapping[str, Any], trace: str | None = None, now_unix: float | None = None
+) -> tuple[str, list[Any]]:
+    """SQL and values for the last calls, or those of a trace.
+
+    Raises:
+        ValueError: names the filter that cannot be used.
+    """
+    unknown = [name for name in wanted if name not in (*FILTERS, "since", "limit")]
+    if unknown:
+        raise ValueError(f"{unknown_name(unknown[0], FILTERS)}; also since and limit")
+    where, values = ["1"], list[Any]()
+    for name in FILTERS:
+        if wanted.get(name) is not None:
+            where.append(f"{name} GLOB ?")
+            values.append(str(wanted[name]))
+    if wanted.get("since") is not None:
+        try:
+            since_s = parse_span(str(wanted["since"]))
+        except ValueError as error:
+            raise ValueError(f"since: {error}") from None
+        where.append("time_unix >= ?")
+        values.append((time.time() if now_unix is None else now_unix) - since_s)
+    limit = str(wanted.get("limit") or 50)
+    if not limit.isdecimal():
+        raise ValueError("limit: wants a whole number")
+    if trace is not None:
+        where.append("? IN (trace, request_id)")
+        values.append(trace)
+    order = "ORDER BY time_unix DESC, id DESC LIMIT ?"
+    sql = f"SELECT * FROM calls WHERE {' AND '.join(where)} {order}"
+    return sql, [*values, min(int(limit), 100_000)]
+
+
+def shown_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for people and programs: USD, booleans, the steps as a list."""
+    shown = {key: value for key, value in row.items() if not key.endswith("_micros")}
+    for name in ("cost", "reserved", "saved"):
+        shown[f"{name}_usd"] = (row[f"{name}_micros"] or 0) / 1e6
+    for name in [name for name in shown if name.endswith("_ms")]:
+        shown[name] = round(shown[name] or 0.0, 1)
+    for name in ("stream", "tokens_estimated"):
+        shown[name] = bool(row[name])
+    shown["steps"] = json.loads(row["steps"]) if row["steps"] else []
+    return shown
+
+
+SPEND_BY = {
+    "model": "model", "client": "client", "task": "task",
+    "day": "strftime('%Y-%m-%d', time_unix, 'unixepoch', 'localtime')",
+}  # fmt: skip
+
+
+def spend_query(by: str, since_unix: float) -> tuple[str, list[Any]]:
+    return (
+        f"SELECT {SPEND_BY[by]} AS name, count(*) AS calls, "
+        "sum(fate IN ('miss', 'bypass')) AS upstream_calls, "
+        "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN tokens_in END), 0) AS tokens_in, "
+        "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN tokens_out END), 0) AS tokens_out, "
+        "coalesce(sum(cost_micros), 0) / 1e6 AS cost_usd, "
+        "coalesce(sum(saved_micros), 0) / 1e6 AS saved_usd "
+        "FROM calls WHERE time_unix >= ? GROUP BY name ORDER BY "
+        + ("name" if by == "day" else "cost_usd DESC, tokens_in DESC"),
+        [since_unix],
+    )
 
 
 ###############################################################################
@@ -3048,6 +3749,9 @@ class Upstream:
             flight.extra = events.taken if events else b""
         # Without a length or a last chunk, only the stream itself can tell that it is whole.
         flight.is_complete = self._is_whole(flight, head)
+        if flight.meter is not None and flight.meter.is_cut:
+            flight.is_complete = False  # by its task's budget: whole for its caller, not to be kept
+            return None
         is_cut = not (flight.is_complete or flight.has_failed or is_coded) and flight.size_bytes > 0
         if is_cut and _ends_with_connection(response):
             raise aiohttp.ClientPayloadError
@@ -3065,6 +3769,10 @@ class Upstream:
             if events is not None and not (chunk := events.feed(chunk)):
                 continue
             flight.push(chunk)
+            if flight.meter is not None and flight.meter.is_over(chunk):
+                tail, name = flight.tail(FLIGHT_BYTES), flight.leader.name
+                flight.push(closing_events(name, tail, flight.meter.output_tokens))
+                return
             if flight.is_ahead:
                 await self._hold(flight, watchdog)
         rest = events.rest() if events is not None else b""
@@ -3278,12 +3986,19 @@ class Call:
     status = 0
     elapsed_s = ended_unix = 0.0
     reply: Reply | None = None  # one that has begun
+    id = 0  # of its row in the ledger
+    task = request_id = shared = ""
+    task_budget = 0
+    copies = 1  # answers that it asks for
+    attempts = cost_micros = reserved_micros = saved_micros = metered_tokens = 0
+    steps: tuple[dict[str, Any], ...] = ()
+    is_recorded = False
     timing = NO_TIME
     usage = NO_USAGE
 
     def __init__(self, request: web.BaseRequest, now: float) -> None:
         self.method = request.method
-        self.started_at = now
+        self.started_at, self.began_unix = now, time.time()
         raw_path, authority = request.raw_path, ""
         if not raw_path.startswith("/"):  # absolute form, RFC 9112 3.2.2, or OPTIONS *
             authority, slash, rest = raw_path.partition("://")[2].partition("/")
@@ -3315,19 +4030,15 @@ class Call:
             self.dialect = route.dialect
         elif "anthropic-version" in low:
             self.dialect = "anthropic"
+        parts = [low.get(name, "") for name in CREDENTIALS]
+        if "key=" in raw_path and (key := re.search(r"[?&]key=([^&]*)", raw_path)):
+            parts.append(key[1])
+        self.credential = "\0".join(parts)
 
     @property
     def name(self) -> str:
         """The route without any prefix: chat/completions."""
         return self.path.rpartition("/v1/")[2].lstrip("/")
-
-    @property
-    def credential(self) -> str:
-        get = self.low.get
-        found = [get(name, "") for name in CREDENTIALS]
-        if "key=" in self.raw_path and (key := re.search(r"[?&]key=([^&]*)", self.raw_path)):
-            found.append(key[1])
-        return "\0".join(found)
 
     def api_keys(self) -> Iterable[tuple[str, str]]:
         """Header names and the keys in them; `key` for the query's."""
@@ -3373,6 +4084,28 @@ def new_trace() -> str:
     return f"{random.getrandbits(128):032x}"
 
 
+class Histogram:
+    """Counts by upper bound, as Prometheus wants them."""
+
+    BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(self.BOUNDS_S) + 1)
+        self.sum_s = 0.0
+
+    def add(self, value_s: float) -> None:
+        self.counts[bisect.bisect_left(self.BOUNDS_S, value_s)] += 1
+        self.sum_s += value_s
+
+    def lines(self, name: str, labels: str) -> Iterable[str]:
+        comma = "," if labels else ""
+        totals = itertools.accumulate(self.counts)
+        for bound, total in zip([*self.BOUNDS_S, "+Inf"], totals, strict=True):
+            yield f'{name}_bucket{{{labels}{comma}le="{bound}"}} {total}'
+        yield f"{name}_sum{{{labels}}} {self.sum_s:.6f}"
+        yield f"{name}_count{{{labels}}} {sum(self.counts)}"
+
+
 class Counters:
     """Totals since the start, and the last calls."""
 
@@ -3382,6 +4115,8 @@ class Counters:
         self.fates = Counter[str](dict.fromkeys(FATES, 0))
         self.requests = self.upstream_calls = self.upstream_429 = self.retries = 0
         self.tokens_in = self.tokens_out = self.tokens_saved = 0
+        self.unpriced_tokens = self.saved_micros = 0
+        self.times = {name: Histogram() for name in ("queue", "ttft", "total")}
         self.latency_s: deque[float] = deque(maxlen=1000)
         self.queue_s: deque[float] = deque(maxlen=1000)
         self.recent: deque[Call] = deque(maxlen=50)
@@ -3397,8 +4132,12 @@ class Counters:
         self._ended_at.append(now)
         if call.fate != "rejected" and call.status != 499:
             self.latency_s.append(elapsed_s)
+            self.times["total"].add(elapsed_s)
             if call.fate != "joined":
                 self.queue_s.append(call.timing.queue_s)
+                self.times["queue"].add(call.timing.queue_s)
+            if call.fate == "miss":
+                self.times["ttft"].add(min(call.timing.upstream_s, elapsed_s))
         if call.fate in ("joined", "hit", "stale"):
             self.tokens_saved += call.usage.prompt + call.usage.completion
         self.recent.append(call)
@@ -3407,7 +4146,8 @@ class Counters:
     def row(call: Call) -> dict[str, Any]:
         """One call for the log and the table; the keys are stable."""
         return {
-            "time_unix": call.ended_unix, "trace": call.trace, "client": call.client,
+            "time_unix": call.ended_unix, "trace": printable(call.trace, 200),
+            "client": call.client,
             "method": call.method, "path": printable(call.path), "model": printable(call.model),
             "upstream": call.upstream, "fate": call.fate, "status": call.status, "code": call.code,
             "stream": call.is_stream,
@@ -3417,6 +4157,7 @@ class Counters:
             "total_ms": round(call.elapsed_s * 1000, 1),
             "tokens_in": call.usage.prompt, "tokens_cached": call.usage.cached,
             "tokens_out": call.usage.completion, "tokens_estimated": call.usage.is_estimated,
+            "task": printable(call.task), "cost_usd": call.cost_micros / 1e6,
         }  # fmt: skip
 
     def spent(self, usage: Usage) -> None:
@@ -3433,10 +4174,10 @@ class Counters:
         return {
             "requests": self.requests, **self.fates,
             "upstream_calls": self.upstream_calls, "upstream_429": self.upstream_429,
-            "retries": self.retries, "spend_usd": 0.0, "saved_usd": 0.0,
+            "retries": self.retries,
             "tokens_in": self.tokens_in, "tokens_out": self.tokens_out,
             "tokens_saved": self.tokens_saved,
-            "unpriced_tokens": self.tokens_in + self.tokens_out,  # no prices in this version
+            "unpriced_tokens": self.unpriced_tokens,
             "latency_ms": _percentiles_ms(self.latency_s),
             "queue_ms": _percentiles_ms(self.queue_s),
             "calls_per_s": round(self.rate(), 2),
@@ -3447,6 +4188,178 @@ class Counters:
 def _percentiles_ms(values_s: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values_s)
     return {f"p{n}": round(percentile(ordered, n / 100) * 1000, 1) for n in (50, 95, 99)}
+
+
+class Books:
+    """What calls cost, what may still be spent, and the ledger that remembers it."""
+
+    def __init__(self, settings: Settings, counters: Counters, now: Clock = time.time) -> None:
+        self.settings, self.counters, self._now = settings, counters, now
+        self.prices = Prices(settings)
+        self.budgets = Budgets(settings, now)
+        self.today = Budget("today", 2**62, "day")
+        self.ledger: Ledger | None = None
+        if settings.state != "none":
+            self.ledger = Ledger(state_path(settings.state), lambda: settings.retention, now)
+
+    def start(self) -> None:
+        if self.ledger is None:
+            return
+        self.ledger.start()
+        for window in ("day", "month"):
+            began = period_start(self._now(), window)
+            rows = self.ledger.read(
+                f"SELECT client, {SPENT} AS spent FROM calls WHERE time_unix >= ? GROUP BY client",
+                (began,),
+            )
+            by_client = {row["client"]: row["spent"] for row in rows}
+            if window == "day":
+                self.today.roll(self._now())
+                self.today.spent = sum(by_client.values())
+            for client, budgets in [("", self.budgets.of_all), *self.budgets.of_client.items()]:
+                for budget in budgets:
+                    if budget.window == window:
+                        budget.roll(self._now())
+                        spent = by_client.get(client, 0) if client else sum(by_client.values())
+                        budget.spent = spent
+
+    def close(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def worst_micros(self, call: Call, model: str, prompt_tokens: int) -> int | None:
+        """What a call can cost at most; None where the model has no price."""
+        price = self.prices.of(model)
+        if price is None:
+            return None
+        output = 0
+        if call.route is None or call.route.writes:
+            output = (call.max_tokens or price.most_output_tokens) * call.copies
+        return price.cost(Usage(prompt_tokens, 0, output))
+
+    async def reserve(
+        self, call: Call, model: str, prompt_tokens: int, expected: int
+    ) -> Stake | None:
+        """Reserve a call's worst case of every budget that it is under.
+
+        Raises:
+            ProxyError: budget_exceeded, ledger_unavailable, queue_timeout; nothing is reserved.
+        """
+        worst = self.worst_micros(call, model, prompt_tokens)
+        call.reserved_micros = worst or 0
+        wanted: list[tuple[Budget, int]] = []
+        if not self.budgets.is_empty:
+            wanted = [(budget, worst or 0) for budget in self.budgets.of(call.client)]
+        if wanted and worst is None:
+            what = f"the model {printable(model)}" if model else "a call whose model is unknown"
+            mend = f"set one: --price '{printable(model) or '*'}=IN/OUT'"
+            why = f"there is a budget and {what} has no price; {mend}"
+            raise ProxyError("budget_exceeded", why)
+        if wanted and self.ledger is not None and self.ledger.trouble:
+            why = f"there is a budget and the ledger cannot be written: {self.ledger.trouble}"
+            raise ProxyError("ledger_unavailable", why, retry_after_s=10)
+        if call.task and (task := await self._task(call)) is not None:
+            wanted.append((task, 0 if call.is_stream else expected))
+        if not wanted:
+            return None
+        return await self.budgets.reserve(wanted, self.settings.queue_timeout)
+
+    async def _task(self, call: Call) -> Budget | None:
+        """The task's budget, with what it spent in an earlier life of the daemon."""
+        task = self.budgets.task(call.client, call.task)
+        if not task.limit and self.ledger is not None:
+            loop, who = asyncio.get_running_loop(), (call.client, call.task)
+            sql = "SELECT tokens FROM tasks WHERE client = ? AND task = ?"
+            known = await loop.run_in_executor(None, self.ledger.read, sql, who)
+            sql = "SELECT coalesce(sum(tokens_in + tokens_out), 0) AS spent FROM calls "
+            sql += "WHERE client = ? AND task = ? AND fate IN ('miss', 'bypass')"
+            spent = await loop.run_in_executor(None, self.ledger.read, sql, who)
+            if known and not task.limit:
+                task.limit, task.spent = known[0]["tokens"], spent[0]["spent"] if spent else 0
+        if not task.limit and call.task_budget:
+            task.limit = call.task_budget
+            if self.ledger is not None:
+                self.ledger.put("tasks", (call.client, call.task, call.task_budget))
+        return task if task.limit else None
+
+    async def stand(self, call: Call, state: str = "open") -> None:
+        """Have a row in the ledger before an upstream is asked, or an answer is given."""
+        if self.ledger is not None:
+            call.id = call.id or self.ledger.new_id()
+            call.is_recorded = state == "done"
+            await self.ledger.put_now("calls", self._row(call, state))
+
+    def ended(self, call: Call) -> None:
+        """A call is over: its row is replaced by the whole one."""
+        if self.ledger is not None and not call.is_recorded and not call.leads:
+            call.is_recorded = True
+            call.id = call.id or self.ledger.new_id()
+            self.ledger.put("calls", self._row(call, "done"))
+
+    def bodies(self, call: Call, request: bytes, answer: bytes) -> None:
+        if self.ledger is not None and self.settings.log_bodies == "on":
+            call.id = call.id or self.ledger.new_id()
+            texts = (struck(body.decode("utf-8", "replace")) for body in (request, answer))
+            self.ledger.put("bodies", (call.id, *texts))
+
+    def settle(self, call: Call, usage: Usage, model: str, stake: Stake | None) -> None:
+        """Count what an upstream used, once."""
+        self.counters.spent(usage)
+        price = self.prices.of(model)
+        tokens = usage.prompt + usage.completion
+        if price is None:
+            self.counters.unpriced_tokens += tokens
+        else:
+            call.cost_micros = price.cost(usage)
+            self.today.roll(self._now())
+            self.today.spent += call.cost_micros
+        if stake is not None:
+            stake.settle(call.cost_micros, max(0, tokens - call.metered_tokens))
+
+    def save(self, call: Call) -> None:
+        """Count what a call that cost nothing would have cost."""
+        price = self.prices.of(call.model)
+        if price is not None:
+            call.saved_micros = price.cost(call.usage)
+            self.counters.saved_micros += call.saved_micros
+
+    def _row(self, call: Call, state: str) -> tuple[Any, ...]:
+        timing, usage = call.timing, call.usage
+        total_s = call.elapsed_s or time.monotonic() - call.started_at
+        return (
+            call.id, call.began_unix, struck(call.trace), struck(call.request_id), call.shared,
+            call.client, struck(call.task), call.method, struck(call.path), struck(call.model),
+            call.upstream, call.fallback, call.fate or "miss", call.status, call.code,
+            call.attempts, call.is_stream, timing.queue_s * 1000, timing.limit_s * 1000,
+            timing.retry_s * 1000, min(timing.upstream_s, total_s) * 1000, total_s * 1000,
+            usage.prompt, usage.cached, usage.written, usage.completion, usage.reasoning,
+            usage.is_estimated, call.cost_micros, call.reserved_micros, call.saved_micros,
+            json.dumps(call.steps) if call.steps else "", state,
+        )  # fmt: skip
+
+    def shown(self) -> dict[str, Any]:
+        self.today.roll(self._now())
+        budgets = [*self.budgets.of_all]
+        budgets += [b for of_client in self.budgets.of_client.values() for b in of_client]
+        for budget in budgets:
+            budget.roll(self._now())
+        return {
+            "spend_usd": self.today.spent / 1e6,
+            "saved_usd": self.counters.saved_micros / 1e6,
+            "budgets": [
+                {
+                    "name": b.name, "window": b.window, "limit_usd": b.limit / 1e6,
+                    "spent_usd": b.spent / 1e6, "reserved_usd": b.reserved / 1e6,
+                }
+                for b in budgets
+            ],
+            "ledger": "none" if self.ledger is None else self.ledger.trouble or "ok",
+        }  # fmt: skip
+
+
+def state_path(text: str) -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(text.replace("$XDG_STATE_HOME", home)).expanduser()
 
 
 ###############################################################################
@@ -3647,10 +4560,9 @@ class Sender:
     # Our own errors for which a fallback is asked, besides failures of the upstream.
     OUTAGES = frozenset(("circuit_open", "upstream_key_refused"))
 
-    def __init__(
-        self, settings: Settings, counters: Counters, flights: Flights, clock: Clock
-    ) -> None:
-        self.settings, self.counters, self.flights, self.clock = settings, counters, flights, clock
+    def __init__(self, settings: Settings, books: Books, flights: Flights, clock: Clock) -> None:
+        self.settings, self.books, self.flights, self.clock = settings, books, flights, clock
+        self.counters = books.counters
         rules = settings.upstreams or [
             UpstreamRule(upstream_name(settings.upstream), settings.upstream, keys=settings.keys)
         ]
@@ -3718,8 +4630,11 @@ class Sender:
         circuit = self.circuits[upstream.name, model, call.path]
         learned = self.learned[upstream.name, model]
         prompt_tokens = learned.prompt_tokens(call.size) if call.size.strings else 0
+        output_tokens = 0
+        if call.route is None or call.route.writes:
+            output_tokens = learned.output_tokens(call.max_tokens)
         demand = Demand(
-            max(1, prompt_tokens // 1000), prompt_tokens, learned.output_tokens(call.max_tokens),
+            max(1, prompt_tokens // 1000), prompt_tokens, output_tokens,
             call.client, call.priority, model, len(call.body), circuit,
         )  # fmt: skip
         return Choice(upstream, model, circuit, learned, demand, name)
@@ -3759,10 +4674,14 @@ class Sender:
         self._leave(flight)
         if flight.reserved is not None:
             flight.reserved.settle(requests=min(1, flight.attempts))
+        self._unstake(flight)
         self.flights.land(flight)
+        call.usage, call.upstream, call.attempts = flight.usage, flight.upstream, flight.attempts
+        call.timing, call.fallback, call.leads = flight.timing, flight.fallback, False
         flight.finish(error)
-        call.leads = False
         call.let_go()
+        if call.ended_unix:  # its caller has left before
+            self.books.ended(call)
         self._flying.discard(cast("asyncio.Task[None]", flight.task))
         flight.task = None
 
@@ -3787,11 +4706,8 @@ class Sender:
 
     async def _try(self, flight: Flight, choice: Choice) -> Failure | None:
         """Queue, then attempts until one answers, or the policy says that it was the last."""
-        call, circuit = flight.leader, choice.circuit
-        if circuit.state is not State.CLOSED:
-            await self.peek(choice)
-        if call.route is not None and not call.route.is_free:
-            flight.permit = await self.enter(choice, flight.timing)
+        call = flight.leader
+        await self._prepare(flight, choice)
         plan = self.plan(call, choice)
         began_at = self.clock()
         was_refused = False
@@ -3819,6 +4735,38 @@ class Sender:
                 return failure
             began_at += flight.timing.queue_s + flight.timing.limit_s - waited_s
             self.counters.retries += 1
+
+    async def _prepare(self, flight: Flight, choice: Choice) -> None:
+        """Whatever has to be waited for before the first attempt, the cheapest refusal first."""
+        call = flight.leader
+        if choice.circuit.state is not State.CLOSED:
+            await self.peek(choice)
+        if call.route is not None and call.route.is_free:
+            return
+        await self._stake(flight, choice)
+        flight.permit = await self.enter(choice, flight.timing)
+        if not call.id:
+            await self.books.stand(call)
+
+    async def _stake(self, flight: Flight, choice: Choice) -> None:
+        """Reserve what the call can cost, before it waits for anything else."""
+        call, demand, books = flight.leader, choice.demand, self.books
+        self._unstake(flight)
+        worst = choice.learned.worst_tokens(call.size)
+        flight.stake = await books.reserve(call, choice.model, worst, demand.tokens)
+        task = flight.stake.task if flight.stake is not None else None
+        if task is not None and call.is_stream:
+            flight.meter = Meter(task, demand.prompt_tokens)
+
+    @staticmethod
+    def _unstake(flight: Flight) -> None:
+        """Give back what was reserved of the budgets, where nothing was settled."""
+        if flight.meter is not None and flight.stake is not None and flight.stake.is_open:
+            flight.meter.task.spent -= flight.meter.tokens
+        flight.meter = None
+        if flight.stake is not None:
+            flight.stake.settle()
+        flight.stake = None
 
     @staticmethod
     def _uncount(flight: Flight, choice: Choice) -> None:
@@ -3892,24 +4840,42 @@ class Sender:
         flight.on_begin, flight.attempt = on_begin, attempt
         try:
             failure = await choice.upstream.attempt(flight, plan)
+            flight.outcome = "" if failure is None else str(failure.status or failure.error.code)
             if failure is None and flight.has_failed:
                 attempt.failed()
             self.record(attempt, failure, permit)
             if failure is not None:
                 timing.upstream_s = self.clock() - sent_at
             return failure
-        except ProxyError:  # broke off in mid-stream
+        except ProxyError as error:  # broke off in mid-stream
+            flight.outcome = error.code
             attempt.failed()
             raise
         except asyncio.CancelledError:  # the upstream has read the prompt, and bills it
-            if permit is not None and flight.head is None:
-                permit.settle(choice.demand.prompt_tokens, 0)
+            if flight.head is None:
+                usage = Usage(choice.demand.prompt_tokens, is_estimated=True)
+                self.settle(flight.leader, usage, choice, flight.stake, permit, flight.reserved)
+                flight.usage = usage
             raise
         finally:
             self.in_flight -= 1
             flight.is_sent = False
+            self._step(flight, choice, sent_at)
             flight.on_begin = flight.attempt = None
             attempt.neutral()
+
+    def _step(self, flight: Flight, choice: Choice, sent_at: float) -> None:
+        """One line of the call's trace: who was asked when, and what came of it."""
+        now, call = self.clock(), flight.leader
+        status = flight.head.status if flight.head is not None else "left"
+        key = flight.permit.key.name if flight.permit is not None else ""
+        step = {
+            "at_ms": round((sent_at - call.started_at) * 1000, 1), "upstream": choice.upstream.name,
+            "model": struck(choice.model), "key": key, "outcome": flight.outcome or str(status),
+            "ms": round((now - sent_at) * 1000, 1),
+        }  # fmt: skip
+        call.steps = (*call.steps, step)
+        flight.outcome = ""
 
     def record(self, attempt: Attempt, failure: Failure | None, permit: Permit | None) -> None:
         """What an attempt's outcome means for its circuit and its key."""
@@ -3957,6 +4923,8 @@ class Sender:
             first_s += choice.demand.output_tokens * choice.learned.token_s
         headers = end_to_end(call.sent, call.low.get("connection"), frozenset())
         headers["x-request-id"] = call.trace
+        if "traceparent" not in call.low and re.fullmatch(r"[0-9a-f]{32}", call.trace):
+            headers["traceparent"] = f"00-{call.trace}-{random.getrandbits(64):016x}-01"
         if call.fate != "bypass":
             headers["Accept-Encoding"] = "identity"  # one answer has to fit every caller
         body = call.body
@@ -4044,20 +5012,30 @@ class Sender:
             usage = Usage(choice.demand.prompt_tokens, 0, written, is_estimated=True)
         else:
             choice.learned.teach(call.size, usage, self.clock() - flight.sent_at)
-        self.spent(usage, flight.permit, flight.reserved)
+        if flight.meter is not None:
+            if flight.meter.is_cut:
+                prompt, output = flight.meter.prompt_tokens, flight.meter.output_tokens
+                usage = Usage(prompt, 0, output, is_estimated=True)
+            call.metered_tokens = flight.meter.tokens
+        self.settle(call, usage, choice, flight.stake, flight.permit, flight.reserved)
+        self.books.bodies(call, call.body, plain)
         flight.usage = usage
         is_newest = self.flights.running.get(flight.key) is flight
         may_keep = call.may_keep and is_newest and not flight.fallback
         if may_keep and flight.is_complete and not flight.is_overgrown:
             kept = Kept(
                 head.reason, kept_fields(head.headers), body, self.clock(),
-                (usage.prompt, usage.cached, usage.completion, usage.reasoning),
+                (usage.prompt, usage.cached, usage.completion, usage.reasoning, usage.written),
                 flight.upstream, call.model, is_deterministic(call.doc),
             )  # fmt: skip
             self.flights.keep(flight.key, kept, self.settings.cache_bytes)
 
-    def spent(self, usage: Usage, *held: Permit | Reservation | None) -> None:
-        self.counters.spent(usage)
+    def settle(
+        self, call: Call, usage: Usage, choice: Choice, stake: Stake | None,
+        *held: Permit | Reservation | None,
+    ) -> None:  # fmt: skip
+        """What a call really used, to all who had reserved for it."""
+        self.books.settle(call, usage, choice.model, stake)
         for permit in held:
             if permit is not None:
                 permit.settle(usage.prompt, usage.completion)
@@ -4092,8 +5070,8 @@ class Sender:
 class Relay:
     """Gives callers their answers, each at its own pace, and our errors in their dialect."""
 
-    def __init__(self, settings: Settings, flights: Flights, clock: Clock) -> None:
-        self.settings, self.flights, self.clock = settings, flights, clock
+    def __init__(self, settings: Settings, books: Books, flights: Flights, clock: Clock) -> None:
+        self.settings, self.books, self.flights, self.clock = settings, books, flights, clock
 
     async def relay(
         self, call: Call, flight: Flight, request: web.BaseRequest
@@ -4114,6 +5092,9 @@ class Relay:
                 return await self._stale(call, flight, error, request)
             return await self._break_off(call, flight, error, call.reply, request)
         finally:
+            if call.fate == "joined":
+                call.usage = flight.usage
+                self.books.save(call)
             flight.leave()
             self._abandon(flight)
 
@@ -4230,6 +5211,9 @@ class Relay:
         """Answer from what is kept."""
         call.fate, call.status, call.model = fate, 200, kept.model
         call.upstream, call.usage, call.fallback = kept.upstream, Usage(*kept.tokens), ""
+        self.books.save(call)
+        if not call.id:
+            await self.books.stand(call, "done")
         head = kept.head()
         is_stream = call.is_stream = head.is_stream
         reply = self.reply(call, head, None if is_stream else kept.body, age_s)
@@ -4269,6 +5253,7 @@ class Relay:
             headers["x-llmproxy-fallback"] = call.fallback
         if "x-request-id" not in headers:
             headers["x-request-id"] = headers.get("request-id", call.trace)
+        call.request_id = headers["x-request-id"]
         headers.add("Server-Timing", server_timing(call.timing))
         if call.origin is not None:
             for name in [n for n in headers if CORS.fullmatch(n)]:
@@ -4334,6 +5319,7 @@ class Passage:
         self._upload = Upload(request, sender.settings.max_body)
         self._permit: Permit | None = None
         self._reserved: Reservation | None = None
+        self._stake: Stake | None = None
         self._attempt: Attempt | None = None
 
     async def run(self) -> web.StreamResponse:
@@ -4348,8 +5334,13 @@ class Passage:
         if call.method != "POST":
             return await self._send(choice)
         self._reserved = call.reserve(choice.demand)
+        length = call.low.get("content-length", "0")
+        worst = int(length) // 3 + 100 if length.isdecimal() else 0
         try:
             await sender.peek(choice)
+            books, expected = sender.books, choice.demand.tokens
+            self._stake = await books.reserve(call, choice.model, worst, expected)
+            await books.stand(call)
             self._permit = await sender.enter(choice, call.timing)
             self._attempt = choice.circuit.admit()
             return await self._send(choice)
@@ -4361,6 +5352,9 @@ class Passage:
                 self._permit.leave(requests=requests)
             if self._reserved is not None:
                 self._reserved.settle(requests=requests)
+            if self._stake is not None:
+                self._stake.settle()
+            call.attempts = requests
 
     async def _send(self, choice: Choice) -> web.StreamResponse:
         call, sender, upload = self._call, self._sender, self._upload
@@ -4417,18 +5411,23 @@ class Passage:
                 watchdog.resume()
             await reply.write_eof()
             if self._attempt is not None:
-                self._record(head, first, tail)
+                self._record(choice, head, first, tail)
             return reply
         finally:
             response.close()
 
-    def _record(self, head: Head, first: bytes, tail: bytes) -> None:
+    def _record(self, choice: Choice, head: Head, first: bytes, tail: bytes) -> None:
         assert self._attempt is not None
-        self._sender.record(self._attempt, judge(head, first, time.time()), self._permit)
+        call, sender = self._call, self._sender
+        sender.record(self._attempt, judge(head, first, time.time()), self._permit)
+        if head.status >= 300:
+            return
         usage = read_usage(decoded(tail, head.headers), head.is_stream)
-        if usage is not None and head.status < 300:
-            self._call.usage = usage
-            self._sender.spent(usage, self._permit, self._reserved)
+        if usage is None and self._stake is not None:  # unknown is not free
+            usage = Usage(choice.demand.prompt_tokens, 0, OUTPUT_TOKENS_ABSENT, is_estimated=True)
+        if usage is not None:
+            call.usage = usage
+            sender.settle(call, usage, choice, self._stake, self._permit, self._reserved)
 
     async def _models(self) -> web.StreamResponse:
         """The models of all upstreams that are alive, each once, in the file's order."""
@@ -4464,28 +5463,51 @@ class Passage:
 
 
 class Admin:
-    """health, ready, status: for loopback callers or the admin key, never for a web page."""
+    """The operator's routes: for loopback callers or the admin key, never for a web page."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._routes: dict[str, Callable[[], tuple[int, dict[str, Any]]]] = {
-            "health": lambda: (200, {"status": "ok"}),
+        self._routes: dict[str, Callable[[], Any]] = {
+            "health": lambda: {"status": "ok"},
             "ready": self._ready,
-            "status": lambda: (200, gateway.status()),
+            "status": gateway.status,
+            "metrics": lambda: "\n".join(metrics(gateway)).encode() + b"\n",
         }
 
-    def answer(self, call: Call, request: web.BaseRequest) -> web.StreamResponse:
+    async def answer(self, call: Call, request: web.BaseRequest) -> web.StreamResponse:
         call.dialect, call.fate, origin, call.origin = "openai", "bypass", call.origin, None
-        relay = self._gateway.relay
+        relay, name = self._gateway.relay, call.path.removeprefix(ADMIN)
         try:
             self._check(call, request, origin)
-            route = self._routes.get(call.path.removeprefix(ADMIN))
-            if route is None:
-                raise ProxyError("not_found", f"admin routes: {', '.join(self._routes)}")
-            status, doc = route()
+            if name in self._routes:
+                doc = self._routes[name]()
+            elif name == "calls" or name.startswith("trace/"):
+                doc = await self._read(name, URL(call.raw_path, encoded=True).query)
+            else:
+                known = ", ".join([*self._routes, "calls", "trace/ID"])
+                raise ProxyError("not_found", f"admin routes: {known}")
         except ProxyError as error:
             return relay.refuse(call, error, request)
-        return relay.document(call, doc, status, CIMultiDict({"Cache-Control": "no-store"}))
+        status = 503 if name == "ready" and doc["status"] != "ready" else 200
+        reply = relay.document(call, doc, status, CIMultiDict({"Cache-Control": "no-store"}))
+        if name == "metrics":
+            reply.head.headers["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8"
+        return reply
+
+    async def _read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Rows of the ledger, read beside the event loop."""
+        ledger = self._gateway.books.ledger
+        if ledger is None:
+            raise ProxyError("not_found", "there is no ledger (--state none)")
+        try:
+            sql, values = calls_query(query, name.removeprefix("trace/") if "/" in name else None)
+        except ValueError as error:
+            raise ProxyError("invalid_request", str(error)) from None
+        loop = asyncio.get_running_loop()
+        rows = await loop.run_in_executor(None, ledger.read, sql, values)
+        if "/" in name and not rows:
+            raise ProxyError("not_found", "no call of this trace is in the ledger")
+        return {"calls": [shown_row(row) for row in rows]}
 
     def _check(self, call: Call, request: web.BaseRequest, origin: str | None) -> None:
         site = call.low.get("sec-fetch-site", "none")
@@ -4502,12 +5524,39 @@ class Admin:
             why = "admin routes are for loopback callers; see --admin-key"
             raise ProxyError("forbidden_origin", why)
 
-    def _ready(self) -> tuple[int, dict[str, Any]]:
+    def _ready(self) -> dict[str, Any]:
         circuits = self._gateway.sender.circuits.values()
         dead = bool(circuits) and all(c.state is State.OPEN and c.retry_in_s > 0 for c in circuits)
         reason = "every circuit is open" if dead else "ready"
         reason = "draining" if self._gateway.is_draining else reason
-        return 200 if reason == "ready" else 503, {"status": reason}
+        return {"status": reason}
+
+
+def metrics(gateway: Gateway) -> Iterable[str]:
+    """Prometheus text, under the names of OpenTelemetry's GenAI conventions where there are any."""
+    status, counters = gateway.status(), gateway.counters
+    yield "# TYPE llmproxy_calls_total counter"
+    for fate in FATES:
+        yield f'llmproxy_calls_total{{fate="{fate}"}} {counters.fates[fate]}'
+    yield "# TYPE gen_ai_client_token_usage_total counter"
+    for kind, name in (("input", "tokens_in"), ("output", "tokens_out")):
+        yield f'gen_ai_client_token_usage_total{{gen_ai_token_type="{kind}"}} {status[name]}'
+    totals = ("upstream_calls", "upstream_429", "retries", "tokens_saved", "unpriced_tokens")
+    for name in totals:
+        yield f"# TYPE llmproxy_{name}_total counter"
+        yield f"llmproxy_{name}_total {status[name]}"
+    for name in ("in_flight", "queued", "kept_bytes", "spend_usd", "saved_usd", "uptime_s"):
+        yield f"# TYPE llmproxy_{name} gauge"
+        yield f"llmproxy_{name} {status[name]}"
+    yield "# TYPE llmproxy_open_circuits gauge"
+    yield f"llmproxy_open_circuits {len(status['open_circuits'])}"
+    names = {
+        "total": "gen_ai_client_operation_duration_seconds",
+        "ttft": "gen_ai_server_time_to_first_token_seconds", "queue": "llmproxy_queue_seconds",
+    }  # fmt: skip
+    for kind, name in names.items():
+        yield f"# TYPE {name} histogram"
+        yield from counters.times[kind].lines(name, "")
 
 
 # -- the way of a request
@@ -4520,9 +5569,10 @@ class Gateway:
         self.settings = settings
         self.clock = clock
         self.counters = Counters(clock)
+        self.books = Books(settings, self.counters)
         self.flights = Flights(clock)
-        self.sender = Sender(settings, self.counters, self.flights, clock)
-        self.relay = Relay(settings, self.flights, clock)
+        self.sender = Sender(settings, self.books, self.flights, clock)
+        self.relay = Relay(settings, self.books, self.flights, clock)
         self.admin = Admin(self)
         self.clients = [Client(rule, clock) for rule in settings.clients]
         self.is_draining = False
@@ -4531,6 +5581,7 @@ class Gateway:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self.books.start()
         await self.sender.start()
 
     async def drain(self, limit_s: float = DRAIN_S) -> bool:
@@ -4545,11 +5596,12 @@ class Gateway:
 
     async def close(self) -> None:
         await self.sender.close()
+        self.books.close()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         call = Call(request, self.clock())
         if call.is_admin:
-            return self.admin.answer(call, request)
+            return await self.admin.answer(call, request)
         self.open_calls += 1
         self.counters.requests += 1
         try:
@@ -4573,6 +5625,7 @@ class Gateway:
             self.open_calls -= 1
             call.fate = call.fate or "bypass"
             self.counters.end(call)
+            self.books.ended(call)
             self.on_call(call)
 
     async def _answer(self, call: Call, request: web.BaseRequest) -> web.StreamResponse:
@@ -4593,6 +5646,9 @@ class Gateway:
                 call.check_model("")
             return await Passage(self.sender, self.relay, call, request).run()
         if isinstance(found, Flight):
+            if call.fate == "joined":
+                call.shared = found.leader.trace
+                await self.books.stand(call)
             return await self.relay.relay(call, found, request)
         return await self.relay.serve(call, *found, "hit", request)
 
@@ -4627,6 +5683,14 @@ class Gateway:
         if allowed and value not in allowed:
             why = f"{name} wants one of {', '.join(allowed)}, got {printable(value)}"
             raise ProxyError("invalid_header", why)
+        if name == "x-llmproxy-task":
+            call.task = value[:200]
+        elif name == "x-llmproxy-task-budget":
+            try:
+                call.task_budget = parse_count(value)
+            except ValueError:
+                why = f"{name} wants a whole number of tokens above 0, got {printable(value)}"
+                raise ProxyError("invalid_header", why) from None
 
     def _authenticate(self, call: Call) -> None:
         """Whose call is it? With client keys in the file, nobody else's passes."""
@@ -4644,6 +5708,8 @@ class Gateway:
                 raise ProxyError("invalid_api_key", why)
             call.client, call.priority = call.who.rule.name, call.who.rule.priority
         if call.own:
+            if call.task and call.who is not None:
+                call.task_budget = call.task_budget or call.who.rule.task_budget or 0
             call.priority = call.low.get("x-llmproxy-priority", call.priority)
             call.retry = call.low.get("x-llmproxy-retry")
 
@@ -4664,6 +5730,8 @@ class Gateway:
         if settings.share == "all":
             credential = ""
         changing = [get(name, "") for name in ANSWER_CHANGING]
+        if call.task and call.task_budget:  # its stream may be cut, nobody else's
+            credential += f"\0task {call.task}"
         scope = "\0".join([credential, raw_path, *changing]).encode("utf-8", "surrogateescape")
         alias = hashlib.sha256(scope + b"\0raw\0" + call.body).digest()
         call.may_join = settings.dedup != "off" and "no-store" not in call.directives
@@ -4711,7 +5779,7 @@ class Gateway:
     def _lead(self, call: Call, key: bytes) -> Flight:
         call.check_model(call.model)
         call.fate, call.leads = "miss", True
-        call.max_tokens = max_tokens(call.doc)
+        call.max_tokens, call.copies = max_tokens(call.doc), copies(call.doc)
         choices = self.sender.choices(call)
         flight = Flight(key, call, self._loop)
         flight.reserved = call.reserve(choices[0].demand)
@@ -4744,6 +5812,7 @@ class Gateway:
                 {"client": client, "priority": priority, "calls": calls, "wait_s": round(wait_s, 1)}
                 for gate in gates for client, priority, calls, wait_s in gate.waiting()
             ],
+            **self.books.shown(),
             "kept_bytes": self.flights.kept_bytes,
             "kept_answers": len(self.flights.kept),
             "permits": {
@@ -4928,6 +5997,10 @@ class Daemon:
                     listening(self.mock.handle, "127.0.0.1", 0)
                 )
                 settings.upstream = address
+            is_open = settings.allow_open == "on" or bool(settings.clients)
+            if not is_loopback(settings.host) and not is_open:
+                why = f"--host {settings.host}: whoever reaches it could use the upstream; add a "
+                raise ConfigError(why + "client (llmproxy key new NAME) or say --allow-open")
             if URL(settings.upstream).port == settings.port and is_loopback(settings.host):
                 if is_loopback(URL(settings.upstream).host or ""):
                     raise ConfigError(f"--upstream {settings.upstream} is this proxy itself")
@@ -4989,7 +6062,7 @@ async def run(settings: Settings, console: Console | None) -> int:
         gateway = daemon.gateway
         if console is None:
             print(f"llmproxy {__version__} on {daemon.url} -> {settings.upstream}", flush=True)
-        if not is_loopback(settings.host):
+        if not is_loopback(settings.host) and not settings.clients:
             log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
         async with showing(gateway, daemon.url, console):
             await signals.get()
@@ -5068,8 +6141,9 @@ def render(
     used = 7 + sum(len(status[name]) for name in ("upstreams", "open_circuits"))
     used += sum(len(upstream["keys"]) for upstream in status["upstreams"])
     used += sum(1 for client in status["clients"] if client["rpm"] or client["tpm"])
-    used += min(len(status["queue"]), MAX_FLOWS)
-    used += math.ceil(18 / _number_columns(width))
+    used += min(len(status["queue"]), MAX_FLOWS) + len(status["budgets"])
+    used += status["ledger"] not in ("ok", "none")
+    used += math.ceil(20 / _number_columns(width))
     notes = [Text(note, style="yellow") for note in _messages]
     parts += [Text(), _calls(list(recent), width, max(0, height - used - len(notes))), *notes]
     for part in parts:
@@ -5095,7 +6169,8 @@ def _numbers(status: dict[str, Any], width: int) -> RenderableType:
         ("joined", status["joined"]), ("hits", status["hit"] + status["stale"]),
         ("upstream", status["upstream_calls"]), ("rejected", status["rejected"]),
         ("open circ.", open_circuits), ("429", f"{share_429:.1%}"),
-        ("spend", f"${status['spend_usd']:.2f}"),
+        ("today", f"${status['spend_usd']:.2f}"), ("saved", f"${status['saved_usd']:.2f}"),
+        ("unpriced", _short(status["unpriced_tokens"])),
         ("tok in", _short(status["tokens_in"])), ("tok out", _short(status["tokens_out"])),
         ("tok saved", _short(status["tokens_saved"])),
         ("p50", _duration(latency["p50"])), ("p95", _duration(latency["p95"])),
@@ -5144,6 +6219,13 @@ def _upstreams(status: dict[str, Any]) -> RenderableType:
     for client in status["clients"]:
         if client["rpm"] or client["tpm"]:
             table.add_row(Text(f"  client {client['name']}"), _limits_used(client)[2:], "")
+    for budget in status["budgets"]:
+        left = budget["limit_usd"] - budget["spent_usd"]
+        name = f"  {budget['name']}, {budget['window']}"
+        style = "bold red" if left <= 0 else "green"
+        table.add_row(Text(name), f"${budget['limit_usd']:.2f}", Text(f"${left:.2f} left", style))
+    if status["ledger"] not in ("ok", "none"):
+        table.add_row(Text("  ledger"), "", Text(status["ledger"], "bold red"))
     for flow in status["queue"][:MAX_FLOWS]:
         name = f"  queue {flow['client']} {flow['priority']}"
         table.add_row(Text(name), f"{flow['calls']} calls", f"last in {flow['wait_s']:.0f} s")
@@ -5518,7 +6600,7 @@ class Scene:
 
 async def demo(settings: Settings, console: Console | None) -> int:
     """Herd, repeat, distinct prompts and an outage, then a table of what happened."""
-    settings.upstream, settings.port, settings.log = "mock:", 0, "off"
+    settings.upstream, settings.port, settings.log, settings.state = "mock:", 0, "off", "none"
     if console is None:  # the outage is on purpose: print the table only
         log.setLevel(logging.ERROR)
     scenes: list[Scene] = []
@@ -5594,8 +6676,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         if unit == "s" and default[0].isdigit():
             default += " s"
         notes = [f"default {default}"] + ["live"] * meta["live"] + ["repeatable"] * meta["many"]
+        bare: dict[str, Any] = {"nargs": "?", "const": "on"} if name == "allow_open" else {}
         group.add_argument(
-            f"--{flag_name(name)}", dest=f"setting_{name}", action="append",
+            f"--{flag_name(name)}", dest=f"setting_{name}", action="append", **bare,
             metavar=unit if "|" in unit else (unit or "value").upper(),
             help=f"{meta['help']} ({', '.join(notes)})",
         )  # fmt: skip
@@ -5671,11 +6754,259 @@ def _differing(rule: Any) -> str:
     return ", ".join(f"{name} = {text}" for name, text in texts.items())
 
 
+def _add_ledger(parser: argparse.ArgumentParser) -> None:
+    """What all commands that read the ledger understand. They need no running daemon."""
+    parser.add_argument("--config", metavar="PATH", help="TOML file that may name the ledger")
+    parser.add_argument(
+        "--state", dest="setting_state", action="append", metavar="PATH",
+        help=f"the ledger (default {default_text(SETTINGS['state'])})",
+    )  # fmt: skip
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--csv", action="store_true", help="print CSV")
+
+
+def _add_calls(parser: argparse.ArgumentParser) -> None:
+    for name in FILTERS:
+        parser.add_argument(f"--{name}", metavar="GLOB", help=f"only calls of this {name}")
+    parser.add_argument("--since", metavar="SPAN", help="only the last span, like 30m, 2h or 7d")
+    parser.add_argument("--limit", metavar="N", default="50", help="at most so many (default 50)")
+    _add_ledger(parser)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", help="x-llmproxy-trace or x-request-id of an answer")
+    _add_ledger(parser)
+
+
+def _add_spend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--by", default="model", choices=list(SPEND_BY), help="(default model)")
+    parser.add_argument(
+        "--since", metavar="SPAN", default="30d", help="over the last span, like 12h (default 30d)"
+    )
+    _add_ledger(parser)
+
+
+class LedgerError(Exception):
+    """The ledger cannot be read; the message says the mend."""
+
+
+def _read_ledger(args: argparse.Namespace, sql: str, values: Iterable[Any]) -> list[dict[str, Any]]:
+    settings = _settings_of(args)
+    if settings.state == "none":
+        raise LedgerError("there is no ledger: state is none")
+    path = state_path(settings.state)
+    try:
+        with contextlib.closing(open_ledger(path)) as db:
+            return [dict(row) for row in db.execute(sql, tuple(values))]
+    except sqlite3.Error as error:
+        why = "no daemon has written it yet; see --state" if not path.exists() else error
+        raise LedgerError(f"{path}: {why}") from None
+
+
+def _print_rows(args: argparse.Namespace, rows: list[dict[str, Any]], shown: Iterable[str]) -> None:
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return
+    if args.csv:
+        writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else list(shown))
+        writer.writeheader()
+        writer.writerows(rows)
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="dim", padding=(0, 1))
+    for name in shown:
+        numbers = rows and isinstance(rows[0][name], (int, float))
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(_cell(row[name])) for name in shown))
+    _plain_console().print(table)
+
+
+def _plain_console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6f}".rstrip("0").rstrip(".") or "0"
+    return printable(str("" if value is None else value), 60)
+
+
+def _cmd_calls(args: argparse.Namespace) -> int:
+    wanted = {name: getattr(args, name) for name in (*FILTERS, "since", "limit")}
+    try:
+        sql, values = calls_query(wanted)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
+    rows = [shown_row(row) for row in _read_ledger(args, sql, values)]
+    for row in rows:
+        row["at"] = time.strftime("%m-%d %H:%M:%S", time.localtime(row["time_unix"]))
+    names = "at fate status model client queue_ms total_ms tokens_in tokens_out cost_usd trace"
+    _print_rows(args, rows, names.split())
+    return 0
+
+
+def _cmd_trace(args: argparse.Namespace) -> int:
+    rows = [shown_row(row) for row in _read_ledger(args, *calls_query({}, args.id))]
+    if not rows:
+        raise LedgerError(f"no call of trace {printable(args.id)} is in the ledger")
+    if args.json or args.csv:
+        _print_rows(args, rows, rows[0])
+    else:
+        print("\n\n".join("\n".join(timeline(row)) for row in reversed(rows)))
+    return 0
+
+
+def timeline(row: dict[str, Any]) -> Iterable[str]:
+    """One call's life as lines of text: why did it take so long?"""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time_unix"]))
+    who = f"client={row['client']}" + (f" task={row['task']}" if row["task"] else "")
+    yield f"{row['trace']}  {at}  {row['method']} {row['path']}  model={row['model'] or '-'} {who}"
+    if row["shared"]:
+        yield f"  {0:>9.0f} ms  joined the call of trace {row['shared']}, at no cost"
+    elif row["fate"] in ("hit", "stale"):
+        yield f"  {0:>9.0f} ms  answered from what is kept ({row['fate']}), at no cost"
+    waits = (("queue_ms", "waited for a slot"), ("limit_ms", "waited for rpm, tpm or a pause"))
+    for name, what in waits:
+        if row[name] >= 0.1:
+            yield f"  {'':>9}     {what}: {row[name]:.0f} ms in all"
+    for number, step in enumerate(row["steps"], 1):
+        key = f" with key {step['key']}" if step["key"] not in ("", "caller's own") else ""
+        yield (
+            f"  {step['at_ms']:>9.0f} ms  attempt {number} at {step['upstream']}{key}: "
+            f"{step['outcome']} after {step['ms']:.0f} ms"
+        )
+    if row["steps"]:
+        first_ms = row["steps"][-1]["at_ms"] + row["ttft_ms"]
+        yield f"  {first_ms:>9.0f} ms  first byte, {row['ttft_ms']:.0f} ms after it was asked for"
+    about = " (estimated)" if row["tokens_estimated"] else ""
+    saved = f", saved {row['saved_usd']:.6f} USD" if row["saved_usd"] else ""
+    what = {"open": "not ended", "lost": "lost with its process"}.get(row["state"], "ended")
+    yield (
+        f"  {row['total_ms']:>9.0f} ms  {what}: {row['status']} {row['code']}".rstrip()
+        + f", {row['fate']}, tokens {row['tokens_in']} in, {row['tokens_out']} out{about}, "
+        f"{row['cost_usd']:.6f} USD{saved}"
+    )
+
+
+def _cmd_spend(args: argparse.Namespace) -> int:
+    try:
+        since_s = parse_span(args.since)
+    except ValueError as error:
+        raise ConfigError(f"--since: {error}") from None
+    rows = _read_ledger(args, *spend_query(args.by, time.time() - since_s))
+    names = ["name", "calls", "upstream_calls", "tokens_in", "tokens_out", "cost_usd", "saved_usd"]
+    if not (args.json or args.csv):
+        measure = "cost_usd" if any(row["cost_usd"] for row in rows) else "tokens_in"
+        most = max((row[measure] for row in rows), default=0) or 1
+        for row in rows:
+            row["name"] = row["name"] or "-"
+            row[measure.removesuffix("_usd")] = "█" * math.ceil(24 * row[measure] / most)
+        names.append(measure.removesuffix("_usd"))
+    _print_rows(args, rows, names)
+    return 0
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("verb", choices=("new", "list", "revoke"))
+    parser.add_argument("name", nargs="?", help="the client's name")
+    parser.add_argument("--config", metavar="PATH", help="the TOML file (default as for serve)")
+
+
+def _cmd_key(args: argparse.Namespace) -> int:
+    path = Path(args.config) if args.config else default_config_path(os.environ)
+    text = _text_of(path)
+    clients = load_settings({}, {}, path).clients if text else []
+    if args.verb == "list":
+        for rule in clients:
+            print(f"{rule.name}  {_differing(rule)}")
+        return 0
+    if not args.name or not re.fullmatch(r"[\w.-]{1,64}", args.name, re.ASCII):
+        raise ConfigError(f"key {args.verb}: wants a NAME of letters, digits, - _ and .")
+    known = [rule.name for rule in clients]
+    if (args.name in known) is (args.verb == "new"):
+        why = "is there already" if args.verb == "new" else "is not there"
+        raise ConfigError(f"{path}: client {args.name} {why}")
+    if args.verb == "revoke":
+        replace_file(path, without_client(text, args.name))
+        print(f"revoked {args.name} in {path}; restart the daemon")
+        return 0
+    key = f"llmp-{secrets.token_urlsafe(32)}"
+    table = {"client": {args.name: {"key_sha256": hashlib.sha256(key.encode()).hexdigest()}}}
+    replace_file(path, f"{text.rstrip()}\n\n{tomli_w.dumps(table)}".lstrip())
+    print(key)
+    print(f"this key is shown once; its hash is in {path}; restart the daemon", file=sys.stderr)
+    return 0
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {_why_unreadable(error)}") from None
+
+
+def without_client(text: str, name: str) -> str:
+    """The file without a client's tables.
+
+    The lines from its header to the next header go, the rest stays as it is. Where the client
+    stands in another form (inline, or with dotted keys), the file is written anew from its data:
+    order stays, comments do not.
+    """
+    wanted = tomllib.loads(text)
+    del wanted["client"][name]
+    if not wanted["client"]:
+        del wanted["client"]
+    kept, is_inside = [], False
+    for line in text.splitlines(keepends=True):
+        if line.lstrip().startswith("["):
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                is_inside = name in tomllib.loads(line).get("client", {})
+        if not is_inside:
+            kept.append(line)
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads("".join(kept)) == wanted:
+            return "".join(kept)
+    return tomli_w.dumps(wanted)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all; what was there keeps its mode."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = path.resolve()  # a link stays a link
+        mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(mode)
+            Path(temporary).replace(target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
 COMMANDS: dict[str, tuple[str, Any, Any]] = {
     "serve": ("the daemon (what runs without a command)", _add_settings, _cmd_serve),
     "mock": ("a stand-in provider with fault modes", _add_mock, _cmd_mock),
     "demo": ("see it work: a scripted load on an embedded provider", None, _cmd_demo),
     "check": ("validate the config file and say what it means", _add_settings, _cmd_check),
+    "calls": ("the last calls, from the ledger", _add_calls, _cmd_calls),
+    "trace": ("one call's whole life, from the ledger", _add_trace, _cmd_trace),
+    "spend": ("money and tokens, from the ledger", _add_spend, _cmd_spend),
+    "key": ("client keys: new NAME prints one once, list, revoke NAME", _add_key, _cmd_key),
 }
 
 
@@ -5722,7 +7053,7 @@ def main(argv: list[str] | None = None) -> int:
         if rest:
             args.parser.refuse(rest)
         return int(args.run(args))
-    except (ConfigError, ListenError) as error:
+    except (ConfigError, ListenError, LedgerError) as error:
         print(f"llmproxy: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import atexit
 import contextlib
+import csv
 import functools
 import gc
 import gzip
@@ -21,12 +23,15 @@ import pty
 import random
 import re
 import select
+import shutil
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -65,6 +70,9 @@ from llmproxy import (
 )
 
 HERE = Path(__file__).parent
+STATE_HOME = tempfile.mkdtemp(prefix="llmproxy-test-")  # no test writes into the user's own
+os.environ["XDG_STATE_HOME"] = STATE_HOME
+atexit.register(shutil.rmtree, STATE_HOME, ignore_errors=True)
 PROXY = [sys.executable, str(HERE / "llmproxy.py")]
 
 ###############################################################################
@@ -333,7 +341,7 @@ class Caller:
 @contextlib.asynccontextmanager
 async def proxy(base: str = "http://127.0.0.1:9", **settings: Any) -> AsyncIterator[Caller]:
     """A daemon in this process; settings by their Python name, as text or value."""
-    made = Settings(upstream=base, port=0)
+    made = Settings(upstream=base, port=0, state="none")
     for name, value in settings.items():
         if name in ("models", "clients", "upstreams", "keys"):
             setattr(made, name, value)
@@ -361,6 +369,15 @@ async def raw(url: str, request: bytes, until_closed: bool = True) -> bytes:
         return await asyncio.wait_for(reader.read() if until_closed else reader.read(65536), 10)
     finally:
         writer.close()
+
+
+def drawn(view: Any, width: int) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, height=60, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(view)
+    return capture.get()
 
 
 async def sse(response: Any) -> list[bytes]:
@@ -1089,7 +1106,7 @@ async def test_flight_holds_the_upstream_back_for_its_fastest_caller_only(
 
 
 def kept(size: int, at: float = 0.0) -> Kept:
-    return Kept("OK", (), b"x" * size, at, (0, 0, 0, 0), "u", "m", False)
+    return Kept("OK", (), b"x" * size, at, (0, 0, 0, 0, 0), "u", "m", False)
 
 
 def test_kept_answers_stay_within_their_bound_and_forget_their_aliases() -> None:
@@ -1271,7 +1288,7 @@ def test_usage_is_read_wherever_it_stands() -> None:
         b'{"content":"a \\"usage\\": {}","tokens_predicted":4,"tokens_evaluated":6}', False
     ) == Usage(6, 0, 4)
     anthropic_plain = b'{"usage":{"input_tokens":5,"cache_read_input_tokens":100,"cache_creation_input_tokens":10,"output_tokens":7}}'
-    assert read(anthropic_plain, False) == Usage(115, 100, 7)
+    assert read(anthropic_plain, False) == Usage(115, 100, 7, written=10)
     responses = b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":{"input_tokens":3,"output_tokens":2,"input_tokens_details":{"cached_tokens":1}}}}\n\n'
     assert read(responses, True) == Usage(3, 1, 2)
     timings = b'data: {"choices":[{"finish_reason":"stop"}],"timings":{"cache_n":10,"prompt_n":5,"predicted_n":8}}\n\ndata: [DONE]\n\n'
@@ -1438,6 +1455,193 @@ def test_hosts_and_origins() -> None:
 def test_log_text_holds_no_control_characters() -> None:
     assert llmproxy.printable("a\x1b[2J\nb\u202e") == "a?[2J?b?"
     assert len(llmproxy.printable("x" * 500)) == 80
+
+
+###############################################################################
+# Money
+###############################################################################
+
+
+def test_prices_come_from_flags_then_the_file_then_the_list(tmp_path: Path) -> None:
+    listed = tmp_path / "prices.json"
+    entry = {
+        "input_cost_per_token": 3e-06, "output_cost_per_token": 1.5e-05, "max_output_tokens": 8192,
+        "cache_read_input_token_cost": 3e-07, "cache_creation_input_token_cost": 3.75e-06,
+    }  # fmt: skip
+    listed.write_text(
+        json.dumps({
+            "sample_spec": {"input_cost_per_token": 0, "mode": "one of ..."},
+            "claude-x": entry, "gpt-listed": entry, "embed": {"input_cost_per_token": 1e-07, "mode": "embedding"},
+            "image": {"output_cost_per_image": 0.04}, "odd": 5,
+        })
+    )  # fmt: skip
+    settings = Settings(price=["gpt-*=2.5/10/1.25"], prices=str(listed))
+    settings.models = [ModelRule("gpt-*", price="9/9"), ModelRule("mine", price="1/2")]
+    prices = llmproxy.Prices(settings)
+    usage = Usage(prompt=1000, cached=400, completion=100, written=100)
+
+    def cost(model: str) -> int | None:
+        price = prices.of(model)
+        return None if price is None else price.cost(usage)
+
+    assert cost("gpt-listed") == 600 * 2.5 + 400 * 1.25 + 100 * 10
+    assert cost("mine") == 1000 * 1 + 100 * 2
+    assert cost("claude-x") == cost("anthropic/claude-x") == 500 * 3 + 400 * 0.3 + 100 * 3.75 + 1500
+    assert cost("embed") == 100 and cost("image") is None and cost("odd") is None
+    assert cost("unknown") is None and cost("") is None
+    for text in ("", "[]", "{", "nope"):
+        listed.write_text(text)
+        with pytest.raises(llmproxy.ConfigError, match=r"prices: .*prices\.json"):
+            llmproxy.Prices(settings)
+    listed.unlink()
+    with pytest.raises(llmproxy.ConfigError, match="No such file"):
+        llmproxy.Prices(settings)
+
+
+def test_budget_windows_begin_anew_at_local_midnight_and_month() -> None:
+    day, month = llmproxy.Budget("b", 100, "day"), llmproxy.Budget("b", 100, "month")
+    evening = time.mktime((2026, 11, 29, 23, 59, 0, 0, 0, -1))
+    for now, spent in (
+        (evening, (70, 70)),
+        (evening + 120, (0, 70)),
+        (evening + 2 * 86400, (0, 0)),
+    ):
+        for budget in (day, month):
+            budget.roll(now)
+        if now == evening:
+            day.spent = month.spent = 70
+            day.reserved = 5
+        assert (day.spent, month.spent) == spent and day.reserved == 5
+    assert llmproxy.period_start(evening, "day") == evening - 23 * 3600 - 59 * 60
+    assert time.localtime(llmproxy.period_start(evening, "month"))[:4] == (2026, 11, 1, 0)
+    assert llmproxy.period_end(evening, "day") == evening + 60
+    assert llmproxy.period_end(evening, "month") == evening + 60 + 86400
+
+
+@aio
+async def test_budgets_wait_for_reservations_and_refuse_what_cannot_fit() -> None:
+    budgets = llmproxy.Budgets(Settings(budget=0.0001))  # 100 micro-dollars
+    (budget,) = budgets.of("")
+
+    def ask_for(amount: int) -> asyncio.Task[llmproxy.Stake]:
+        return asyncio.create_task(budgets.reserve([(budget, amount)], 0.05))
+
+    first = await ask_for(60)
+    waiting, small, huge = ask_for(50), ask_for(30), ask_for(101)
+    await settle()
+    assert small.done() and not waiting.done() and huge.exception() is not None
+    first.settle(20)
+    await settle()
+    assert (budget.spent, budget.reserved) == (20, 80) and waiting.done()
+    late = ask_for(80)
+    await settle()
+    (await small).settle(30)  # now it cannot fit any more
+    await settle()
+    error: Any = late.exception()
+    assert error.code == "budget_exceeded" and not error.should_retry
+    assert 0 < error.retry_after_s <= 25 * 3600  # until midnight
+    slow = ask_for(20)
+    with pytest.raises(ProxyError) as caught:
+        await slow
+    assert caught.value.code == "queue_timeout"
+    cancelled = ask_for(20)
+    await settle()
+    (await waiting).settle(0)  # grants it, but its task has not run yet
+    cancelled.cancel()
+    await settle()
+    first.settle(999)  # once only
+    assert (budget.spent, budget.reserved, budgets._waiting) == (50, 0, [])
+
+
+###############################################################################
+# Ledger
+###############################################################################
+
+
+def row_of(ledger: llmproxy.Ledger, **values: Any) -> tuple[Any, ...]:
+    found = {
+        "id": ledger.new_id(),
+        "time_unix": time.time(),
+        "state": "done",
+        "trace": "t",
+        **values,
+    }
+    return tuple(found.get(name, "") for name in llmproxy.COLUMNS)
+
+
+@aio
+async def test_ledger_rows_are_committed_when_it_says_so_and_replaced(tmp_path: Path) -> None:
+    ledger = llmproxy.Ledger(tmp_path / "deep" / "l.db", lambda: 90)
+    ledger.start()
+    row = row_of(ledger, state="open", reserved_micros=7)
+    await ledger.put_now("calls", row)
+    other = sqlite3.connect(tmp_path / "deep" / "l.db")
+    assert other.execute("SELECT state, reserved_micros FROM calls").fetchall() == [("open", 7)]
+    ledger.put("calls", (row[0], *row_of(ledger, cost_micros=3)[1:]))
+    await ledger.put_now("calls", row_of(ledger))
+    assert other.execute("SELECT count(*), sum(cost_micros) FROM calls").fetchall() == [(2, 3)]
+    assert (tmp_path / "deep" / "l.db").stat().st_mode & 0o777 == 0o600
+    other.close()
+    ledger.close()
+
+
+@aio
+async def test_ledger_counts_what_a_dead_process_left_open_and_forgets_what_is_old(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "l.db"
+    ledger = llmproxy.Ledger(path, lambda: 1)
+    ledger.start()
+    await ledger.put_now("calls", row_of(ledger, state="open", reserved_micros=500, cost_micros=0))
+    await ledger.put_now("calls", row_of(ledger, time_unix=time.time() - 90000))
+    ledger.close()
+    db = sqlite3.connect(path)
+    db.execute("UPDATE runs SET pid = 2147483646")  # nobody has this number
+    db.commit()
+    db.close()
+    again = llmproxy.Ledger(path, lambda: 1)
+    again.start()
+    await again.put_now("calls", row_of(again))
+    await until(lambda: again._cleaned_unix)
+    rows = again.read("SELECT state, cost_micros FROM calls ORDER BY id")
+    assert [tuple(row.values()) for row in rows] == [("lost", 500), ("done", "")]
+    again.close()
+
+
+@aio
+async def test_ledger_that_cannot_be_written_holds_rows_back_and_writes_them_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "dir" / "l.db"
+    (tmp_path / "dir").write_text("a file stands in the way")
+    ledger = llmproxy.Ledger(path, lambda: 90)
+    ledger.start()
+    assert ledger.trouble
+    await asyncio.wait_for(ledger.put_now("calls", row_of(ledger)), 5)
+    assert caplog.text.count("cannot be written") == 1 and ledger.read("SELECT 1") == []
+    (tmp_path / "dir").unlink()
+    await until(lambda: not ledger.trouble)
+    assert "is written again" in caplog.text
+    assert len(ledger.read("SELECT * FROM calls")) == 1
+    ledger.close()
+
+
+def test_ledger_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / "l.db")
+    db.execute("PRAGMA user_version = 99")
+    with pytest.raises(sqlite3.DatabaseError, match="newer llmproxy"):
+        llmproxy.migrate(db)
+    db.close()
+
+
+def test_queries_name_a_filter_that_cannot_be_used() -> None:
+    for wanted, says in (
+        ({"clientt": "x"}, "did you mean client"),
+        ({"since": "soon"}, "since: wants a span"),
+        ({"limit": "x"}, "limit: wants a whole number"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            llmproxy.calls_query(wanted)
 
 
 ###############################################################################
@@ -2908,6 +3112,439 @@ async def test_usage_of_what_passes_through_is_counted() -> None:
 
 
 ###############################################################################
+# Gateway: money, tasks and the record
+###############################################################################
+
+
+def rows_of(path: Path, sql: str = "SELECT * FROM calls ORDER BY id") -> list[dict[str, Any]]:
+    with contextlib.closing(llmproxy.open_ledger(path)) as db:
+        return [dict(row) for row in db.execute(sql)]
+
+
+ANTHROPIC_ANSWER = (
+    b'{"type":"message","model":"m","content":[],"usage":{"input_tokens":10,'
+    b'"cache_read_input_tokens":90,"cache_creation_input_tokens":20,"output_tokens":5}}'
+)
+
+
+@aio
+async def test_every_fate_has_its_row_and_spend_is_the_providers_own_usage(tmp_path: Path) -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        if b"fail" in exchange.body:
+            await exchange.plain(b"{}", "400 X")
+        elif exchange.target == "/v1/messages":
+            await exchange.plain(ANTHROPIC_ANSWER)
+        elif b"flaky" in exchange.body and up.calls == flaky_at + 1:
+            await exchange.plain(b"{}", "503 X", "retry-after-ms: 1\r\n")
+        elif b'"stream"' in exchange.body:
+            await exchange.stream([*STREAM, USAGE_CHUNK, DONE])
+        else:
+            if b"slow" in exchange.body:
+                await release.wait()
+            await exchange.plain()
+
+    path = tmp_path / "l.db"
+    price = ["m=10/100/1"]
+    async with upstream(answer) as up, proxy(up.base, state=str(path), price=price) as caller:
+        slow = [asyncio.create_task(caller.fetch(ask("slow"))) for _ in range(3)]
+        await until(lambda: up.calls == 1)
+        await settle()
+        release.set()
+        await asyncio.gather(*slow)
+        await caller.fetch(ask("slow"))
+        await caller.fetch(ask("stream", stream=True))
+        flaky_at = up.calls
+        await caller.fetch(ask("flaky"))
+        await caller.fetch(ask("fail"))
+        await caller.fetch(ask("a"), "/v1/messages")
+        await caller.fetch(ask("x", model="unpriced"))
+        await caller.fetch(ask("x"), headers={"x-llmproxy-retry": "what"})
+        await caller.fetch(b"upload", "/v1/audio/speech")
+        status = caller.gateway.status()
+        book = caller.gateway.books
+    one = 7 * 10 + 3 * 100
+    rows = rows_of(path)
+    found = [
+        (r["fate"], r["status"], r["cost_micros"], r["saved_micros"], r["attempts"]) for r in rows
+    ]
+    assert sorted(found[:3]) == [("joined", 200, 0, one, 0)] * 2 + [("miss", 200, one, 0, 1)]
+    assert found[3:] == [
+        ("hit", 200, 0, one, 0), ("miss", 200, one, 0, 1), ("miss", 200, one, 0, 2),
+        ("miss", 400, 0, 0, 1), ("miss", 200, 30 * 10 + 90 + 500, 0, 1), ("miss", 200, 0, 0, 1),
+        ("rejected", 400, 0, 0, 0), ("bypass", 200, 0, 0, 1),
+    ]  # fmt: skip
+    leader = next(row for row in rows[:3] if row["fate"] == "miss")
+    assert {row["shared"] for row in rows[:3]} == {"", leader["trace"]}
+    assert all(row["state"] == "done" for row in rows)
+    assert rows[7]["tokens_cached"] == 90 and rows[7]["tokens_in"] == 120
+    assert (status["spend_usd"], status["saved_usd"]) == (
+        pytest.approx((3 * one + 890) / 1e6),
+        pytest.approx(3 * one / 1e6),
+    )
+    assert status["unpriced_tokens"] == 20  # the model without a price, and the upload's usage
+    assert book.today.spent == sum(row["cost_micros"] for row in rows)
+    steps = json.loads(rows[5]["steps"])
+    assert [step["outcome"] for step in steps] == ["503", "200"]
+
+
+@aio
+async def test_a_row_stands_before_the_upstream_is_asked(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    path = tmp_path / "l.db"
+
+    async def answer(exchange: Exchange) -> None:
+        trace = exchange.headers["x-request-id"]
+        rows = rows_of(path, f"SELECT state, reserved_micros FROM calls WHERE trace = '{trace}'")
+        seen.extend((row["state"], row["reserved_micros"]) for row in rows)
+        await exchange.plain()
+
+    settings = {"state": str(path), "price": ["*=1/1"]}
+    async with upstream(answer) as up, proxy(up.base, **settings) as caller:
+        await caller.fetch(ask("a", max_tokens=1000))
+        await caller.fetch(b"x" * 300, "/v1/audio/speech")
+        assert [state for state, _ in seen] == ["open", "open"]
+        assert 1000 < seen[0][1] < 1200 and seen[1][1] == 200 + llmproxy.OUTPUT_TOKENS_ABSENT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@aio
+async def test_budgets_hold_to_the_cent_and_refuse_nothing_that_fits(stream: bool) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await asyncio.sleep(0.01)
+        usage = {"prompt_tokens": 10, "completion_tokens": 40}  # of 100 that were asked for
+        if stream:
+            last = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+            await exchange.stream([*STREAM, last, DONE])
+        else:
+            await exchange.plain(json.dumps({**json.loads(ANSWER), "usage": usage}).encode())
+
+    price = ["*=1000/10000"]  # 0.01 USD a prompt of 10, 0.4 an answer of 40
+    async with upstream(answer) as up, proxy(up.base, price=price, budget=10) as caller:
+        bodies = [ask(str(n), max_tokens=100, stream=stream) for n in range(100)]
+        answers = await asyncio.gather(*(caller.fetch(body) for body in bodies))
+        statuses = Counter(status for status, _, _ in answers)
+        (budget,) = caller.gateway.books.budgets.of_all
+        assert budget.spent == up.calls * 410_000 <= 10_000_000 and budget.reserved == 0
+        worst = 100 * 10_000 + 1000 * Learned().worst_tokens(TextSize.of(["m", "user", "1"]))
+        assert budget.limit - budget.spent < worst + 60_000  # one more would not have fitted
+        assert statuses == {200: up.calls, 429: 100 - up.calls} and up.calls > 18
+        refused = next((h, b) for status, h, b in answers if status == 429)
+        assert json.loads(refused[1])["error"]["code"] == "budget_exceeded"
+        assert json.loads(refused[1])["error"]["type"] == "insufficient_quota"
+        assert refused[0]["x-should-retry"] == "false"
+        calls = up.calls
+        for path in ("/v1/embeddings", "/completion", "/infill", "/v1/audio/speech", "/any/thing"):
+            big = {"input": "x " * 400_000, "prompt": "x " * 400_000, "model": "m"}
+            status, _, body = await caller.fetch(big, path)
+            assert (status, json.loads(body)["error"]["code"]) == (429, "budget_exceeded"), path
+        assert up.calls == calls
+        assert (await caller.fetch(bodies[0]))[0] == 200  # kept answers cost nothing
+
+
+@pytest.mark.parametrize("end", ["status", "reset", "left", "timeout", "circuit", "queue"])
+@aio
+async def test_every_end_gives_the_budget_back(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
+
+    async def answer(exchange: Exchange) -> None:
+        if end == "status":
+            await exchange.plain(b"{}", "500 X")
+        elif end == "reset":
+            exchange.reset()
+        else:
+            await exchange.gone.wait()
+
+    settings = {
+        "price": ["*=1/1"],
+        "budget": 1,
+        "timeout": 0.3 if end == "timeout" else 30,
+        "retries": 1,
+    }
+    async with upstream(answer) as up, proxy(up.base, abandon="cancel", **settings) as caller:
+        (budget,) = caller.gateway.books.budgets.of_all
+        if end == "circuit":
+            circuit_of(caller)._change(State.OPEN, 60)
+        if end == "queue":
+            caller.gateway.settings.queue_timeout = 0.05
+            caller.gate.resize(0, 10)
+        task = asyncio.create_task(caller.fetch(ask("x", max_tokens=5)))
+        if end == "left":
+            await until(lambda: up.calls == 1)
+            assert budget.reserved > 0
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await caller.at_rest()
+        assert budget.reserved == 0
+        assert budget.spent == 0 or (end == "left" and budget.spent < 20)  # its prompt was read
+
+
+@aio
+async def test_a_model_without_a_price_is_refused_under_a_budget_only() -> None:
+    async with upstream() as up, proxy(up.base, budget=1, price=["m=1/1"]) as caller:
+        status, _, body = await caller.fetch(asked_for("other"))
+        error = json.loads(body)["error"]
+        assert (status, error["code"], up.calls) == (429, "budget_exceeded", 0)
+        assert "--price 'other=IN/OUT'" in error["message"]
+        assert (await caller.fetch(ask()))[0] == 200
+
+
+@aio
+async def test_clients_have_budgets_of_their_own() -> None:
+    clients = [client_rule("alice", budget=0.0002), client_rule("bob")]
+    alice, bob = ({"Authorization": f"Bearer key-of-{name}"} for name in ("alice", "bob"))
+    async with upstream() as up, proxy(up.base, clients=clients, price=["*=10/10"]) as caller:
+        statuses = [
+            (await caller.fetch(ask(str(n), max_tokens=4), headers=alice))[0] for n in range(3)
+        ]
+        assert statuses == [429, 429, 429] or statuses[0] == 200
+        assert (await caller.fetch(ask("b"), headers=bob))[0] == 200
+        (shown,) = caller.gateway.status()["budgets"]
+        assert shown["name"] == "client alice" and shown["reserved_usd"] == 0
+
+
+@pytest.mark.parametrize("dialect", ["openai", "completions", "anthropic", "llama", "responses"])
+@aio
+async def test_a_task_is_ended_cleanly_when_its_budget_is_spent(dialect: str) -> None:
+    paths = {
+        "openai": CHAT, "completions": "/v1/completions", "anthropic": "/v1/messages",
+        "llama": "/completion", "responses": "/v1/responses",
+    }  # fmt: skip
+    start = {"type": "message_start", "message": {"id": "x", "usage": {"input_tokens": 5}}}
+    block = {
+        "type": "content_block_start",
+        "index": 0,
+        "content_block": {"type": "text", "text": ""},
+    }
+    delta = {
+        "type": "content_block_delta",
+        "index": 0,
+        "delta": {"type": "text_delta", "text": "w "},
+    }
+    events = {
+        "openai": [chunk("w ")], "completions": [b'data: {"id":"c","choices":[{"index":0,"text":"w "}]}\n\n'],
+        "anthropic": [b"event: %b\ndata: %b\n\n" % (d["type"].encode(), json.dumps(d).encode()) for d in (start, block, delta)],  # type: ignore[attr-defined]
+        "llama": [b'data: {"content":"w ","stop":false}\n\n'],
+        "responses": [b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"w "}\n\n'],
+    }[dialect]  # fmt: skip
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        for event in events:
+            await exchange.part(event)
+        with contextlib.suppress(ConnectionError):
+            while not exchange.gone.is_set():
+                await exchange.part(events[-1])
+                await asyncio.sleep(0.001)
+
+    headers = {"x-llmproxy-task": "job", "x-llmproxy-task-budget": "100"}
+    async with upstream(answer) as up, proxy(up.base, abandon="cancel") as caller:
+        body = ask("go", stream=True, max_tokens=64000)
+        status, _, text = await caller.fetch(body, paths[dialect], headers)
+        tail = {
+            "openai": b'"finish_reason": "length"}]}\n\ndata: [DONE]\n\n',
+            "completions": b'"finish_reason": "length"}]}\n\ndata: [DONE]\n\n',
+            "anthropic": b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
+            "llama": b"}\n\n", "responses": b"}}\n\n",
+        }[dialect]  # fmt: skip
+        assert status == 200 and text.endswith(tail) and b"error" not in text
+        assert 40 < text.count(b"w ") < 120
+        if dialect == "anthropic":
+            assert b'"stop_reason": "max_tokens"' in text and b"content_block_stop" in text
+        await until(up.asked[0].gone.is_set)
+        assert caller.gateway.flights.kept == {}
+        status, reply, text = await caller.fetch(
+            ask("more"), paths[dialect], {"x-llmproxy-task": "job"}
+        )
+        assert status == 429 and b"task job" in text and up.calls == 1
+        assert reply["x-should-retry"] == "false"
+        other = asyncio.create_task(caller.fetch(ask("o"), headers={"x-llmproxy-task": "other"}))
+        await until(lambda: up.calls == 2)
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+
+
+@aio
+async def test_a_cut_stream_is_partial_but_fine_for_the_sdks() -> None:
+    async def answer(exchange: Exchange) -> None:
+        if exchange.target == CHAT:
+            await exchange.stream([chunk("w ")] * 200 + [chunk(None, "stop"), DONE])
+            return
+        mock = llmproxy._mock_anthropic("m", ["w"] * 200, 5)[1]
+        await exchange.stream(mock)
+
+    task = {"x-llmproxy-task": "job", "x-llmproxy-task-budget": "60"}
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        stream = await caller.openai().chat.completions.create(
+            **ask("a", stream=True), extra_headers=task
+        )
+        chunks = [part async for part in stream]
+        assert chunks[-1].choices[0].finish_reason == "length" and 20 < len(chunks) < 70
+        task["x-llmproxy-task"] = "job 2"
+        async with caller.anthropic().messages.stream(
+            model="m",
+            max_tokens=500,
+            messages=[{"role": "user", "content": "a"}],
+            extra_headers=task,
+        ) as events:
+            message = await events.get_final_message()
+        assert message.stop_reason == "max_tokens" and "w w" in str(message.content)
+        assert up.calls == 2
+
+
+@aio
+async def test_tasks_and_budgets_stand_after_a_restart(tmp_path: Path) -> None:
+    settings = {"state": str(tmp_path / "l.db"), "price": ["*=1000/1000"], "budget": 1}
+    task = {"x-llmproxy-task": "job", "x-llmproxy-task-budget": "15"}
+    async with upstream() as up:
+        async with proxy(up.base, **settings) as caller:
+            assert (await caller.fetch(ask("a", max_tokens=5), headers=task))[0] == 200
+            assert (await caller.fetch(ask("b", max_tokens=5), headers=task))[0] == 200
+            spent = caller.gateway.books.budgets.of_all[0].spent
+        async with proxy(up.base, **settings) as caller:
+            assert caller.gateway.books.budgets.of_all[0].spent == spent == 20_000
+            assert caller.gateway.status()["spend_usd"] == 0.02
+            status, _, body = await caller.fetch(
+                ask("c", max_tokens=5), headers={"x-llmproxy-task": "job"}
+            )
+            assert status == 429 and b"task job" in body and up.calls == 2
+
+
+@aio
+async def test_a_broken_ledger_stops_spending_under_a_budget_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = {"state": str(tmp_path / "file" / "l.db"), "price": ["*=1/1"]}
+    async with upstream() as up:
+        async with proxy(up.base, **settings) as caller:
+            assert (await caller.fetch(ask()))[0] == 200
+            assert caller.gateway.status()["ledger"] not in ("ok", "none")
+            view = llmproxy.render(caller.gateway.status(), [], caller.url, 100, 30)
+            assert caller.gateway.books.ledger and caller.gateway.books.ledger.trouble in drawn(
+                view, 100
+            )
+        async with proxy(up.base, budget=1, **settings) as caller:
+            status, _, body = await caller.fetch(ask("2"))
+            assert (status, json.loads(body)["error"]["code"]) == (503, "ledger_unavailable")
+            assert "the ledger cannot be written" in body.decode() and up.calls == 1
+
+
+def contents(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in folder.iterdir())
+
+
+SECRETS = ("sk-proj-Abc123Def456Ghi789", "sk-ant-api03-Zyx987Wvu654", "AIzaSyA1234567890abcdefgh")
+
+
+@aio
+async def test_no_secret_is_written_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("POOL_KEY", SECRETS[0])
+    path = tmp_path / "l.db"
+
+    async def answer(exchange: Exchange) -> None:
+        key = exchange.headers.get("authorization", "") + " " + SECRETS[1]
+        text = json.dumps({"error": {"message": f"bad key {key} in {exchange.target}"}}).encode()
+        if b"reset" in exchange.body:
+            exchange.reset()
+        elif b"hang" in exchange.body:
+            await exchange.gone.wait()
+        elif b"header" in exchange.body:
+            await exchange.send(b"HTTP/1.1 200 OK\r\nBad Header " + key.encode() + b"\r\n\r\n")
+        elif b"fine" in exchange.body:
+            await exchange.plain()
+        else:
+            await exchange.plain(text, "401 X" if b"401" in exchange.body else "500 X")
+
+    settings = {
+        "state": str(path),
+        "log_bodies": "on",
+        "timeout": 0.2,
+        "retries": 0,
+        "breaker_failures": 99,
+    }
+    async with upstream(answer) as up:
+        for keys in ([], [KeyRule(env="POOL_KEY")]):
+            async with proxy(up.base, keys=keys, log="json", **settings) as caller:
+                settled = caller.gateway.settings
+                caller.gateway.on_call = functools.partial(llmproxy.log_call, settled)
+                sent = {
+                    "Authorization": f"Bearer {SECRETS[1]}",
+                    "x-api-key": SECRETS[2],
+                    "x-request-id": SECRETS[2],
+                }
+                for n, kind in enumerate(
+                    ("500", "401", "reset", "hang", "header", "fine", "bad json")
+                ):
+                    body: Any = (
+                        ask(f"{kind} {SECRETS[1]} {len(keys)}")
+                        if kind != "bad json"
+                        else b"{" + SECRETS[1].encode()
+                    )
+                    for target in (CHAT, f"/v1/x/{SECRETS[2]}"):
+                        task = {"x-llmproxy-task": SECRETS[n % 3]}
+                        await caller.fetch(body, f"{target}?key={SECRETS[2]}", {**sent, **task})
+                shown = json.dumps(
+                    [caller.gateway.status(), *map(caller.counters.row, caller.counters.recent)]
+                )
+                shown += "\n".join(llmproxy.metrics(caller.gateway))
+                shown += drawn(llmproxy.render(caller.gateway.status(), [], "u", 200, 50), 200)
+                for name in ("calls", "status", "metrics"):
+                    async with caller.session.get(
+                        f"{caller.url}/_llmproxy/{name}?" + ("limit=99" if name == "calls" else "")
+                    ) as response:
+                        shown += await response.text()
+                assert not any(secret in shown for secret in SECRETS), shown
+    llmproxy.stderr_log.flush()
+    out, err = capfd.readouterr()
+    stored = await asyncio.to_thread(contents, tmp_path)
+    assert b"fine" in stored  # bodies are kept
+    for secret in SECRETS:
+        assert secret not in out + err and secret.encode() not in stored, secret
+
+
+@aio
+async def test_metrics_are_what_prometheus_reads(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    async with upstream() as up, proxy(up.base, price=["*=1/1"]) as caller:
+        for n in (1, 2, 1):
+            await caller.fetch(ask(str(n)))
+        async with caller.session.get(caller.url + "/_llmproxy/metrics") as response:
+            assert response.content_type == "text/plain"
+            families = {
+                f.name: f for f in parser.text_string_to_metric_families(await response.text())
+            }
+        fates = {s.labels["fate"]: s.value for s in families["llmproxy_calls"].samples}
+        assert fates["miss"] == 2 and fates["hit"] == 1
+        total = families["gen_ai_client_operation_duration_seconds"]
+        assert total.type == "histogram"
+        assert next(s.value for s in total.samples if s.name.endswith("_count")) == 3
+        assert "gen_ai_server_time_to_first_token_seconds" in families
+
+
+@aio
+async def test_traceparent_goes_upstream_and_a_trace_is_found_by_both_ids(tmp_path: Path) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(headers="x-request-id: theirs-1\r\n")
+
+    parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+    async with upstream(answer) as up, proxy(up.base, state=str(tmp_path / "l.db")) as caller:
+        await caller.fetch(ask("1"), headers={"traceparent": parent})
+        await caller.fetch(ask("2"))
+        assert up.asked[0].headers["traceparent"] == parent
+        trace = up.asked[1].headers["x-request-id"]
+        assert re.fullmatch(rf"00-{trace}-[0-9a-f]{{16}}-01", up.asked[1].headers["traceparent"])
+        for name in ("ab" * 16, "theirs-1", trace):
+            async with caller.session.get(f"{caller.url}/_llmproxy/trace/{name}") as response:
+                calls = (await response.json())["calls"]
+                assert response.status == 200 and calls[-1]["steps"][0]["outcome"] == "200"
+        for query in ("trace/nobody", "calls?since=x", "calls?wat=1"):
+            async with caller.session.get(f"{caller.url}/_llmproxy/{query}") as response:
+                assert response.status in (400, 404)
+
+
+###############################################################################
 # Gateway: transparency
 ###############################################################################
 
@@ -3356,7 +3993,7 @@ async def test_own_headers_that_are_wrong_are_named() -> None:
             ("x-llmproxy-priority", "urgent"),
             ("x-llmproxy-retry", "yes"),
             ("x-llmproxy-prio", "high"),
-            ("x-llmproxy-task-budget", "5"),
+            ("x-llmproxy-task-budget", "five"),
         ]:
             status, headers, body = await caller.fetch(ask(), headers={name: value})
             error = json.loads(body)["error"]
@@ -4399,7 +5036,7 @@ def test_table_fits_and_says_all(width: int) -> None:
     lines = capture.get().splitlines()
     text = "\n".join(lines)
     assert len(lines) <= 24 and all(len(line) <= width for line in lines), text
-    for word in ("in flight", "queued", "joined 199", "hits 5", "rejected 3", "open circ. 1", "spend $0.00",
+    for word in ("in flight", "queued", "joined 199", "hits 5", "rejected 3", "open circ. 1", "today $0.00",
                  "tok in 123k", "tok out", "tok saved", "calls/s", "p50", "p95", "p99", "127.0.0.1:8080",
                  "some-model", "open", "joined", "1.5s", "12ms"):  # fmt: skip
         assert word in text, (word, text)
@@ -4611,7 +5248,14 @@ def test_demo_prints_what_happened_and_ends() -> None:
         (["serve", "--timeout", "soon"], "--timeout: wants seconds"),
         (["--port", "x"], "--port: wants a whole number"),
         (["--config", "/nonexistent/c.toml"], "/nonexistent/c.toml: cannot be read: No such file"),
-        (["--state", "x.db"], "--state: wants one of none"),
+        (["--price", "m=free"], "--price: wants IN/OUT"),
+        (["--price", "=1/2"], "--price: wants MODEL=IN/OUT"),
+        (["--budget", "much"], "--budget: wants an amount in USD"),
+        (["--prices", "/nowhere.json"], "prices: /nowhere.json: No such file"),
+        (["--host", "0.0.0.0"], "whoever reaches it could use the upstream"),
+        (["calls", "--since", "ever"], "--since: wants a span"),
+        (["spend", "--since", "ever"], "--since: wants a span"),
+        (["key", "new"], "key new: wants a NAME"),
         (["mock", "--latency", "long"], "--latency: wants"),
         (["mock", "--port", "x"], "--port: wants"),
         (["--max-body", "9" * 400], "--max-body: wants a size"),
@@ -4653,7 +5297,7 @@ def test_a_proxy_of_itself_is_refused() -> None:
 
 
 def test_odd_addresses_are_one_line_and_exit_code_1() -> None:
-    code, line = fails("--host", "..x", "--port", "0")
+    code, line = fails("--host", "..x", "--port", "0", "--allow-open")
     assert code == 1 and "cannot listen on ..x:0" in line
 
 
@@ -4680,7 +5324,183 @@ def test_check_says_what_the_file_means(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"({file}:1: upstream)" in out and "model gpt-*: retry = never" in out
 
 
-@pytest.mark.parametrize("command", ["serve", "mock", "demo", "check"])
+@aio
+async def test_ledger_commands_work_while_the_daemon_runs_and_after(tmp_path: Path) -> None:
+    async def answer(exchange: Exchange) -> None:
+        if up.calls == 2:
+            await exchange.plain(b"{}", "503 X", "retry-after-ms: 5\r\n")
+        else:
+            await asyncio.sleep(0.05)
+            await exchange.plain()
+
+    state = str(tmp_path / "l.db")
+
+    async def run(*args: str) -> str:
+        made = await asyncio.to_thread(
+            subprocess.run, [*PROXY, *args, "--state", state], capture_output=True, text=True
+        )
+        assert made.returncode == 0, made.stderr
+        return str(made.stdout)
+
+    async with upstream(answer) as up, aiohttp.ClientSession() as session:
+        args = ("--port", "0", "--upstream", up.base, "--state", state, "--price", "m=10/100")
+        with process(*args) as (proc, url):
+
+            async def fetch(body: Any, task: str = "t1") -> Any:
+                headers = {"x-llmproxy-task": task}
+                async with session.post(url + CHAT, json=body, headers=headers) as response:
+                    await response.read()
+                    return response.headers
+
+            same = await asyncio.gather(fetch(ask("1")), fetch(ask("1")))
+            retried = await fetch(ask("2"))
+            await fetch(ask("x", model="other"), "t2")
+            during = json.loads(await run("calls", "--json"))
+            proc.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(proc.wait, 10)
+        rows = json.loads(await run("calls", "--json"))
+        assert len(during) == len(rows) == 4 and {row["state"] for row in rows} == {"done"}
+        assert [
+            row["fate"] for row in json.loads(await run("calls", "--json", "--fate", "join*"))
+        ] == ["joined"]
+        assert (
+            len(
+                json.loads(
+                    await run("calls", "--json", "--model", "m", "--since", "1h", "--limit", "2")
+                )
+            )
+            == 2
+        )
+        assert json.loads(await run("calls", "--json", "--status", "404")) == []
+        table = (await run("calls")).splitlines()
+        assert len(table) == 5 and "fate" in table[0] and "0.00037" in table[-1]
+        assert len(list(csv.DictReader(io.StringIO(await run("calls", "--csv"))))) == 4
+        text = await run("trace", retried["x-llmproxy-trace"])
+        assert re.search(
+            r"attempt 1 at 127\S+: 503 after \d+ ms\n .* attempt 2 at \S+: 200 after", text
+        )
+        assert "first byte" in text and "ended: 200, miss, tokens 7 in, 3 out, 0.000370 USD" in text
+        texts = [await run("trace", headers["x-llmproxy-trace"]) for headers in same]
+        (joined,) = (text for text in texts if "joined the call of trace" in text)
+        assert any(headers["x-llmproxy-trace"] in joined.split("of trace ")[1] for headers in same)
+        assert "saved 0.000370 USD" in joined
+        for by, names in (
+            ("model", {"m", "other"}),
+            ("task", {"t1", "t2"}),
+            ("client", {"anonymous"}),
+        ):
+            spend = json.loads(await run("spend", "--by", by, "--json"))
+            assert {row["name"] for row in spend} == names
+            assert sum(row["cost_usd"] for row in spend) == pytest.approx(0.00074)
+        assert "█" in await run("spend", "--by", "day") and "m" in await run("spend", "--csv")
+    for command in (["calls"], ["trace", "x"], ["spend"]):
+        code, line = fails(*command, "--state", str(tmp_path / "none.db"))
+        assert code == 1 and "no daemon has written it yet" in line
+    code, line = fails("trace", "nobody", "--state", state)
+    assert code == 1 and "no call of trace nobody" in line
+
+
+def test_keys_are_made_listed_and_revoked_and_the_file_stays_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "deep" / "c.toml"
+
+    def key(*args: str) -> str:
+        assert llmproxy.main(["key", *args, "--config", str(file)]) == 0
+        return capsys.readouterr().out
+
+    made = key("new", "alice").strip()
+    assert made.startswith("llmp-") and len(made) > 40 and made not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    before = '# mine\ntimeout = 5  # short\n\n[model."gpt-*"]\nretry = "never"\n'
+    file.write_text(before)
+    file.chmod(0o640)
+    made = key("new", "bob").strip()
+    assert file.read_text().startswith(before) and file.stat().st_mode & 0o777 == 0o640
+    settings = llmproxy.load_settings({}, {}, file)
+    assert settings.clients[0].key_sha256 == hashlib.sha256(made.encode()).hexdigest()
+    key("new", "bob.2")
+    assert key("list").split() == [
+        "bob",
+        "priority",
+        "=",
+        "normal",
+        "bob.2",
+        "priority",
+        "=",
+        "normal",
+    ]
+    assert llmproxy.main(["key", "new", "bob", "--config", str(file)]) == 2
+    assert llmproxy.main(["key", "revoke", "eve", "--config", str(file)]) == 2
+    assert llmproxy.main(["key", "new", "a b", "--config", str(file)]) == 2
+    key("revoke", "bob")
+    key("revoke", "bob.2")
+    assert file.read_text().strip() == before.strip()
+    file.write_text(
+        '# gone with the comment\nclient.carol.key_sha256 = "'
+        + "0" * 64
+        + '"\nclient.dave = {key_sha256 = "'
+        + "1" * 64
+        + '"}\nretries = 1\n'
+    )
+    key("revoke", "carol")  # not a table: written anew, without comments
+    assert [c.name for c in llmproxy.load_settings({}, {}, file).clients] == ["dave"]
+    assert llmproxy.load_settings({}, {}, file).retries == 1
+    assert list(tmp_path.glob("deep/.c.toml*")) == []  # no temporary file is left
+
+
+@aio
+async def test_a_killed_process_has_a_row_for_every_call_and_every_answer(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    asked: set[str] = set()
+    answered: set[str] = set()
+
+    async def answer(exchange: Exchange) -> None:
+        asked.add(exchange.headers["x-request-id"])
+        await asyncio.sleep(rng.uniform(0, 0.02))
+        with contextlib.suppress(ConnectionError):
+            await exchange.plain()
+
+    state = str(tmp_path / "l.db")
+    settings = ("--state", state, "--price", "*=1/1", "--log", "off", "--concurrency", "64")
+    async with upstream(answer) as up:
+        for life in range(20):
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                with process("--port", "0", "--upstream", up.base, *settings) as (proc, url):
+
+                    async def fetch(trace: str, prompt: int, session: Any, url: str) -> None:
+                        with contextlib.suppress(aiohttp.ClientError):
+                            body = ask(str(prompt), max_tokens=50)
+                            headers = {"x-request-id": trace}
+                            async with session.post(
+                                url + CHAT, json=body, headers=headers
+                            ) as response:
+                                await response.read()
+                                answered.add(trace)
+
+                    prompts = [n // 3 if n % 2 else n for n in range(120)]
+                    calls = [
+                        asyncio.create_task(fetch(f"{life}-{n}", prompt, session, url))
+                        for n, prompt in enumerate(prompts)
+                    ]
+                    await asyncio.sleep(rng.uniform(0.01, 0.25))
+                    proc.kill()
+                    await asyncio.gather(*calls)
+    with process("--port", "0", "--upstream", up.base, *settings):
+        pass  # opens the file, settles what was lost
+    rows = rows_of(Path(state))
+    traces = {row["trace"] for row in rows}
+    assert len(asked) > 200 and len(answered) > 200
+    assert asked <= traces and answered <= traces
+    lost = [row for row in rows if row["state"] == "lost"]
+    assert not any(row["state"] == "open" for row in rows)
+    assert lost and all(row["cost_micros"] == row["reserved_micros"] for row in lost)
+    assert any(row["cost_micros"] > 0 for row in lost)
+    with contextlib.closing(sqlite3.connect(state)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+@pytest.mark.parametrize("command", llmproxy.COMMANDS)
 def test_help_shows_defaults_and_units(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         llmproxy.main([command, "--help"])
