@@ -6,11 +6,12 @@ Applications change only their base URL. What converges here is joined, queued, 
                                2 read     body, JSON, model, key               (Wire)
                                3 join     a kept answer, a running flight,     (Flow control)
                                           or lead a new one in its own task
-              Gateway._fly     4 queue    weighted, fair, bounded permit       (Flow control)
-                               5 admit    the circuit says go or not           (Flow control)
-                               6 send     one attempt, classified; maybe again (Upstream)
-              Gateway._relay   7 relay    every caller reads the flight at its own pace
-              Gateway.handle   8 record   counters, one log line, the live table
+              Sender._fly      4 reserve  of the budgets; a row in the ledger  (Money, Ledger)
+                               5 queue    slot, weight, rpm, tpm, key          (Flow control)
+                               6 admit    the circuit says go or not           (Flow control)
+                               7 send     one attempt, classified; maybe again (Upstream)
+              Relay.relay      8 relay    every caller reads the flight at its own pace
+              Gateway.handle   9 record   counters, ledger, one log line, the live table
 
 Sections, each using only what stands above it: Errors, Settings, Flow control, Wire, Money,
 Ledger, Upstream, Counters, Gateway, Server, Live table, Mock, Demo, Command line.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import bisect
 import contextlib
 import csv
@@ -173,7 +175,7 @@ class ProxyError(Exception):
 _SECRETS = re.compile(
     r"\b(?:sk|pk|rk|gsk|hf|xai|pplx|r8|nvapi|ghp|gho|github_pat|glpat|xox[abp]|AIza|AKIA|eyJ|llmp)"
     r"[-_A-Za-z0-9.]{12,}|(?i:bearer|basic)\s+[^\s\"',;]{6,}"
-    r"|(?<=[?&]key=)[^&\s\"']+"
+    r"|(?i:(?:[?&;]|%3f|%26)(?:key|api[-_]?key|token|access_token)(?:=|%3d))[^&\s\"']+"
 )
 
 
@@ -301,6 +303,10 @@ def one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def parse_text(text: str) -> str:
+    return text if text.strip() else _refuse("a text")
+
+
 def parse_hash(text: str) -> str:
     found = re.fullmatch(r"[0-9a-f]{64}", text.strip().lower())
     return found[0] if found else _refuse("a SHA-256 as 64 hexadecimal digits")
@@ -356,9 +362,9 @@ def parse_setting(meta: Mapping[str, Any], texts: list[str], where: str, is_secr
 class KeyRule:
     """A provider key: where it comes from, never the key itself."""
 
-    env: str | None = setting(None, str, "name", "environment variable that holds the key")
-    file: str | None = setting(None, str, "path", "file that holds it")
-    command: str | None = setting(None, str, "command", "command that prints it")
+    env: str | None = setting(None, parse_text, "name", "environment variable that holds the key")
+    file: str | None = setting(None, parse_text, "path", "file that holds it")
+    command: str | None = setting(None, parse_text, "command", "command that prints it")
     header: str | None = setting(None, parse_header, "name", also=NONE, text=
         "header that carries it; none: Authorization, or x-api-key on Anthropic's routes")
     rpm: int | None = setting(None, parse_count, "requests", "requests a minute", also=NONE)
@@ -570,7 +576,8 @@ def load_settings(
         ConfigError: one line that names the flag, or the file, line and key.
     """
     settings = Settings()
-    _File(settings, path or default_config_path(env)).load(is_optional=path is None)
+    file = _File(settings, path or default_config_path(env))
+    file.load(is_optional=path is None)
     for name, item in SETTINGS.items():
         variable = f"LLMPROXY_{name.upper()}"
         if variable in env:
@@ -580,8 +587,15 @@ def load_settings(
     for name, texts in flags.items():
         last = texts if SETTINGS[name].metadata["many"] else texts[-1:]
         settings.assign(name, last, f"--{flag_name(name)}")
-    if "upstream" in settings.given:  # goes before the file's tables
+    where = settings.given.get("upstream", "")
+    if where.startswith(("--", "LLMPROXY_")):  # goes before the file's
         settings.upstreams = []
+        if settings.keys and file.names_upstream:
+            why = "the file's upstream_key tables are for the upstream that it names"
+            raise ConfigError(f"{where}: {why}; use another file")
+    if settings.upstreams and settings.keys:
+        why = "wants to stand under its upstream, as [[upstream.NAME.upstream_key]]"
+        raise ConfigError(f"upstream_key: {why}")
     return settings
 
 
@@ -594,6 +608,7 @@ class _File:
 
     def __init__(self, settings: Settings, path: Path) -> None:
         self._settings, self._path, self._lines = settings, path, [""]
+        self.names_upstream = False
 
     def load(self, is_optional: bool) -> None:
         try:
@@ -607,6 +622,7 @@ class _File:
         except (ValueError, RecursionError) as error:
             why = printable(str(error)) or "nested too deeply"
             raise ConfigError(f"{self._path}: not valid TOML: {why}") from None
+        self.names_upstream = "upstream" in data
         for key, value in data.items():
             name = key.replace("-", "_")
             if name in self.TABLES and (name != "upstream" or isinstance(value, dict)):
@@ -624,6 +640,10 @@ class _File:
             return
         if not isinstance(value, dict):
             raise ConfigError(f'{self.where(key)}: wants tables like [{name}."NAME"]')
+        for n in value if name != "model" else ():
+            if not re.fullmatch(r"[\w.-]{1,64}", n, re.ASCII):
+                where = self.where(f"{key}.{n}")
+                raise ConfigError(f"{where}: wants a name of letters, digits, - _ and .")
         rules = [self._rule(self.TABLES[name], f"{key}.{n}", n, t) for n, t in value.items()]
         setattr(settings, f"{name}s", rules)
         for rule in rules:
@@ -645,7 +665,8 @@ class _File:
             elif field_name in fields:
                 meta = fields[field_name].metadata
                 found = self._texts(texts, key, table, nth)
-                setattr(rule, field_name, parse_setting(meta, found, where, is_secret=False))
+                is_secret = kind is KeyRule or field_name in ("url", "key_sha256")
+                setattr(rule, field_name, parse_setting(meta, found, where, is_secret))
             else:
                 known = [*fields, *(["upstream_key"] if kind is UpstreamRule else [])]
                 raise ConfigError(f"{where}: {unknown_name(key, known)}")
@@ -695,7 +716,7 @@ def read_secret(rule: KeyRule, env: Mapping[str, str]) -> str:
             words = shlex.split(rule.command or "")
             found = subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=30)
             secret = found.stdout.decode()
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
         raise ConfigError(f"upstream_key: {rule.source}: {_why_unreadable(error)}") from None
     secret = secret.strip()
     if not secret or not secret.isprintable() or not secret.isascii():
@@ -770,7 +791,7 @@ class Bucket:
     def compare(self, reserved: int, used: int) -> None:
         """Learn from a settled call how far the estimates of those in flight may be off."""
         if reserved:
-            ratio = used / reserved
+            ratio = min(max(used / reserved, 0.5), 2.0)  # one odd report shall not stop the rest
             self.bias = ratio if self.bias == 1.0 else self.bias + 0.3 * (ratio - self.bias)
 
     def correct(self, spent: _Spent, amount: int) -> None:
@@ -781,7 +802,8 @@ class Bucket:
     def heard(self, remaining: int, after_s: float) -> None:
         """The upstream says what is left for `after_s`: what we did not use, others did."""
         self._others.amount = 0
-        self._others = _Spent(max(0, self.limit - self.used - remaining), self._clock() + after_s)
+        back_at = self._clock() + min(after_s, 2 * WINDOW_S)
+        self._others = _Spent(max(0, self.limit - self.used - remaining), back_at)
 
     def returns(self) -> list[tuple[float, int]]:
         """When how much comes back, the soonest first; without what is held."""
@@ -792,7 +814,7 @@ class Bucket:
 
     def ready_at(self, amount: int) -> float:
         """When `amount` fits if nothing further is taken; inf where running calls decide."""
-        need = self.used + min(amount, self.limit) - self.limit
+        need = self.used + min(amount * max(1.0, self.bias), self.limit) - self.limit
         if need <= 0:
             return self._clock()
         for at, back in self.returns():
@@ -869,6 +891,7 @@ class Key:
     ) -> None:  # fmt: skip
         self.name, self.secret, self.header, self.rpm, self.tpm = name, secret, header, rpm, tpm
         self.running = self.calls = 0
+        self.doubts = 0  # 401 and 403 in a row
         self.pauses: dict[str | None, Pause] = {}  # by model; None: for all models
         self._clock = clock
 
@@ -886,6 +909,10 @@ class Key:
             "name": self.name, "state": state, "running": self.running, "calls": self.calls,
             "rpm": shown_bucket(self.rpm), "tpm": shown_bucket(self.tpm),
         }  # fmt: skip
+
+    @property
+    def is_free(self) -> bool:
+        return all(pause.until <= self._clock() for pause in self.pauses.values())
 
     @property
     def load(self) -> tuple[float, int, int]:
@@ -929,6 +956,7 @@ class Demand:
     model: str = ""
     size_bytes: int = 0
     circuit: Circuit | None = None
+    refused_by: Key | None = None  # the upstream's 403 may be for the call, not the key
 
     @property
     def tokens(self) -> int:
@@ -938,11 +966,14 @@ class Demand:
 class Permit:
     """What an attempt holds: a slot, its weight, a key, a reservation. `leave` gives it back."""
 
-    __slots__ = ("_gate", "_pauses", "demand", "granted_at", "key", "reservation", "weight")
+    __slots__ = (
+        "_gate", "_is_settled", "_pauses", "demand", "granted_at", "key", "reservation", "weight"
+    )  # fmt: skip
 
     def __init__(self, gate: Gate, demand: Demand, weight: int, key: Key, now: float) -> None:
         self._gate, self.demand, self.weight, self.key = gate, demand, weight, key
         self.granted_at = now
+        self._is_settled = False
         self._pauses = key.active(demand.model) if key.pauses else ()
         for pause in self._pauses:
             pause.running += 1
@@ -956,6 +987,7 @@ class Permit:
 
     def begin(self) -> None:
         """The answer begins, so the key is welcome."""
+        self.key.doubts = 0
         if self.reservation is not None:
             self.reservation.begin()
         for pause in self._pauses:
@@ -966,16 +998,43 @@ class Permit:
     def strike(self, reason: str, wait_s: float | None) -> None:
         self._gate.strike(self, reason, wait_s)
 
+    def refuse(self, status: str) -> bool:
+        """The upstream answered 401 or 403; returns whether it is the key that it refuses.
+
+        A 403 may be for the call: where a second key gets one for the same call, or the only key
+        gets its first few, the keys stay.
+        """
+        key, model = self.key, self.demand.model
+        key.doubts += 1
+        if status == "403" and self.demand.refused_by is not None:
+            for other in (self.demand.refused_by, key):
+                other.pauses.pop(model, None)
+            return False
+        if status == "403" and len(self._gate.pool) < 2 and key.doubts < 3:
+            return False
+        self.demand.refused_by = key
+        self.strike(status, REFUSED_KEY_S)
+        return True
+
     def heard(self, kind: str, remaining: int, after_s: float) -> None:
-        """The upstream says what is left of this key's limit."""
+        """The upstream says what is left of this key's limit, for this model."""
         gate, key = self._gate, self.key
         bucket = key.rpm if kind == "rpm" else key.tpm
         if bucket is None and len(gate.pool) < 2:
             bucket = gate.rpm if kind == "rpm" else gate.tpm
-        if bucket is not None:
-            bucket.heard(remaining, after_s or WINDOW_S)
+        if bucket is not None and after_s > 0 and len(gate.accounts) < 2:
+            bucket.heard(remaining, after_s)
+
+    def again(self) -> None:
+        """The same call has been sent once more under this permit."""
+        for bucket in (self._gate.rpm, self.key.rpm):
+            if bucket is not None:
+                bucket.spend(0, 1)
 
     def settle(self, prompt_tokens: int, output_tokens: int) -> None:
+        if self._is_settled:
+            return
+        self._is_settled = True
         self._gate.settle(self.demand, prompt_tokens + output_tokens)
         if self.reservation is not None:
             self.reservation.settle(prompt_tokens, output_tokens)
@@ -1035,6 +1094,7 @@ class Gate:
         self.permits: set[Permit] = set()
         self.service_s = 1.0  # running mean of how long a permit is held
         self.used_share = 1.0  # and of what is used of the tokens that are reserved
+        self.accounts: set[tuple[str, str]] = set()  # client and model; two are as good as many
         self._own = Key("caller's own", clock=clock)
         self._held_back: dict[str, Key] = {}  # clients whose own key is paused for some model
         self._queue: list[_Waiter] = []  # by place
@@ -1085,6 +1145,7 @@ class Gate:
             return permit
         timing = timing or Timing()
         waiter = self._enqueue(demand, timing, queue_size, timeout_s, chances)
+        timeout_s += WINDOW_S * self._is_giant(demand)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, waiter, timeout_s)
         self.dispatch()
         try:
@@ -1092,6 +1153,7 @@ class Gate:
         except asyncio.CancelledError:
             if waiter in self._queue:
                 self._remove(waiter)
+                self._refund(waiter)
                 self.dispatch()  # it may have been the head that held lighter ones back
             elif waiter.future.done() and not waiter.future.cancelled():
                 if waiter.future.exception() is None:
@@ -1120,6 +1182,7 @@ class Gate:
     def settle(self, demand: Demand, tokens: int) -> None:
         """Charge the flow what its call really used."""
         flow = (demand.client, demand.priority)
+        tokens = min(tokens, 20 * max(500, demand.tokens))  # whatever an upstream reports
         if flow in self._finish:
             self._finish[flow] += (tokens - demand.tokens) / self.SHARES[demand.priority]
         self.used_share += 0.1 * (tokens / max(1, demand.tokens) - self.used_share)
@@ -1138,7 +1201,11 @@ class Gate:
         has asked for all of them.
         """
         key, demand, now = permit.key, permit.demand, self._clock()
-        if key is self._own:
+        if not self.pool:
+            if len(self._held_back) > MAX_MODELS:
+                free = [c for c, k in self._held_back.items() if not k.running and k.is_free]
+                for client in free:
+                    del self._held_back[client]
             key = self._held_back.setdefault(demand.client, Key(demand.client, clock=self._clock))
         pause = key.pauses.setdefault(demand.model if reason != "401" else None, Pause(reason, now))
         if permit.granted_at >= pause.since or not pause.strikes:
@@ -1156,7 +1223,6 @@ class Gate:
                 if not waiter.chances:
                     why = "the upstream is over its limit"
                     self._fail(waiter, ProxyError("queue_timeout", why))
-        self.dispatch()
 
     def recover(self, key: Key) -> None:
         """A call went well with a key that was held back; once enough have, it is as before."""
@@ -1215,6 +1281,10 @@ class Gate:
             and (self.tpm is None or self.tpm.fits(demand.tokens))
         )
 
+    def _is_giant(self, demand: Demand) -> bool:
+        """Larger than a whole bucket: it waits for an untouched one, so nobody may pass it."""
+        return self.tpm is not None and demand.tokens > self.tpm.limit
+
     def _fits_weight(self, demand: Demand) -> bool:
         return self.weight + min(demand.weight, self.capacity) <= self.capacity
 
@@ -1225,13 +1295,20 @@ class Gate:
             return (None, True) if own.pauses and own.free_at(demand.model) else (own, False)
         free = [key for key in self.pool if not key.free_at(demand.model)]
         fitting = [key for key in free if key.fits(demand.tokens)]
-        return min(fitting, key=lambda key: key.load, default=None), not free
+        tokens = demand.tokens  # a key whose whole bucket is too small comes last
+
+        def rank(key: Key) -> tuple[bool, tuple[float, int, int]]:
+            return key.tpm is not None and tokens > key.tpm.limit, key.load
+
+        return min(fitting, key=rank, default=None), not free
 
     def _grant(self, demand: Demand, key: Key) -> Permit:
         permit = Permit(self, demand, min(demand.weight, self.capacity), key, self._clock())
         self.running += 1
         self.weight += permit.weight
         self.permits.add(permit)
+        if len(self.accounts) < 2:
+            self.accounts.add(("" if self.pool else demand.client, demand.model))
         return permit
 
     def _charge(self, demand: Demand) -> float:
@@ -1257,6 +1334,9 @@ class Gate:
             why = f"the upstream asks to wait {wait_s:.0f} s, longer than --queue-timeout"
             raise ProxyError("queue_timeout", why, retry_after_s=wait_s)
         full = len(self._queue) >= queue_size and not chances
+        if full and self._fits(demand) and self._pick(demand)[0] is not None:
+            # Where only such wait as the upstream holds back, this one goes at once.
+            full = not all(self._pick(w.demand)[1] for w in self._queue)
         if full or self.queued_bytes + demand.size_bytes > QUEUED_BODIES_BYTES:
             what = f"{len(self._queue)} calls" if full else "the bodies that may wait"
             why = f"the queue is full ({what}); raise --queue-size or send fewer calls at once"
@@ -1273,13 +1353,16 @@ class Gate:
         """The first waiting call that may go, and the key it goes with."""
         head: _Waiter | None = None
         is_limited = False
+        fresh: set[tuple[str, str]] | None = None
         for waiter in self._queue if self.running < self.slots else ():
             key, is_held_back = self._pick(waiter.demand)
             if is_held_back:
                 is_limited = True
                 continue
-            if waiter.chances and key is not None and self._has_better_trial(waiter, key):
-                continue
+            if waiter.chances and key is not None and self._is_trial(key, waiter.demand.model):
+                fresh = self._fresh() if fresh is None else fresh
+                if (waiter.demand.model, "" if self.pool else waiter.demand.client) in fresh:
+                    continue
             head = head or waiter
             if key is not None and self._fits(waiter.demand):
                 head.passed += waiter is not head
@@ -1287,18 +1370,25 @@ class Gate:
             is_limited = is_limited or self._fits_weight(waiter.demand)
             if head.passed >= MAX_PASSED or self.weight >= self.capacity:
                 break
+            if self._is_giant(head.demand):
+                break
             if self.rpm is not None and not self.rpm.fits(1):
                 break
         self._limited_s = self._limited_total()
         self._limited_at = self._clock() if is_limited else None
         return None
 
-    def _has_better_trial(self, waiter: _Waiter, key: Key) -> bool:
-        """A key is tried out by a call that has not asked yet: its answer is for all who have."""
-        model, client = waiter.demand.model, waiter.demand.client
-        fresh = [w.demand for w in self._queue if not w.chances and w.demand.model == model]
-        is_trial = any(pause.room == 1 for pause in key.active(model))
-        return is_trial and any(self.pool or demand.client == client for demand in fresh)
+    @staticmethod
+    def _is_trial(key: Key, model: str) -> bool:
+        return bool(key.pauses) and any(pause.room == 1 for pause in key.active(model))
+
+    def _fresh(self) -> set[tuple[str, str]]:
+        """Models, and clients, of calls that may go and have not asked yet.
+
+        They try a key out before those that come back from a 429: the answer is for all of them.
+        """
+        waiting = [w.demand for w in self._queue if not w.chances]
+        return {(d.model, "" if self.pool else d.client) for d in waiting if self._fits(d)}
 
     def _limited_total(self) -> float:
         since = self._limited_at
@@ -1322,8 +1412,16 @@ class Gate:
         self._queue.remove(waiter)
         self.queued_bytes -= waiter.demand.size_bytes
 
+    def _refund(self, waiter: _Waiter) -> None:
+        """Its flow has not been served what it was charged for."""
+        demand = waiter.demand
+        flow = (demand.client, demand.priority)
+        if not waiter.chances and flow in self._finish:
+            self._finish[flow] -= max(1, demand.tokens) / self.SHARES[demand.priority]
+
     def _fail(self, waiter: _Waiter, error: ProxyError) -> None:
         self._remove(waiter)
+        self._refund(waiter)
         if not waiter.future.done():
             waiter.future.set_exception(error)
 
@@ -1332,6 +1430,7 @@ class Gate:
             return
         ahead = self._queue.index(waiter)
         self._remove(waiter)
+        self._refund(waiter)
         why = f"waited {timeout_s:.0f} s for a turn (--queue-timeout); {ahead} are ahead"
         error = ProxyError("queue_timeout", why, retry_after_s=self._promise(waiter))
         if not waiter.future.done():
@@ -1361,7 +1460,10 @@ class Gate:
         """Seconds until a call that is rejected now would have gone."""
         self._promised.append(waiter)
         self._look_ahead(waiter)
-        return max(0.0, waiter.go_at - self._clock())
+        go_at = waiter.go_at
+        if waiter.start_tag == math.inf:  # there was no place for it: until there is one
+            go_at = max(go_at, min((w.go_at for w in self._queue), default=0.0))
+        return max(0.0, go_at - self._clock())
 
 
 class Forecast:
@@ -2240,6 +2342,8 @@ class Canonical:
                 self._texts.append(value)
         elif kind is dict:
             walk, pairs = self._walk, []
+            if "url" in value and type(value["url"]) is str and value["url"].startswith("http"):
+                self._blobs += 1  # an image, by its address
             for key in sorted(value):
                 pairs.append(key)
                 pairs.append(walk(value[key]))
@@ -2539,7 +2643,7 @@ def asked_wait_s(headers: Mapping[str, str], now_unix: float) -> float | None:
     for number, unit_s in ((headers.get("retry-after-ms", ""), 0.001), (text, 1.0)):
         if re.fullmatch(r"\s*\d{1,12}(\.\d*)?\s*", number, re.ASCII):
             return float(number) * unit_s
-    with contextlib.suppress(ValueError, TypeError, IndexError):
+    with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
         return max(0.0, parsedate_to_datetime(text).timestamp() - now_unix)
     resets = [after_s for _, left, after_s in rate_limits(headers, now_unix) if left == 0]
     return max(resets, default=None)
@@ -2593,11 +2697,33 @@ def with_model(doc: Mapping[str, Any], model: str) -> bytes | None:
     return None
 
 
-def without_key(raw_path: str) -> str:
-    """A path whose query carries no key any more."""
+KEY_PARAMETERS = ("key", "api_key", "apikey", "api-key", "access_token", "token")
+
+
+def without_keys(
+    raw_path: str, keys: Iterable[str] = (), names: Iterable[str] = KEY_PARAMETERS
+) -> str:
+    """A path whose query carries no parameter of those names, and none with one of those keys."""
     path, mark, query = raw_path.partition("?")
-    kept = [part for part in query.split("&") if not part.startswith("key=")]
-    return path + mark * bool(kept) + "&".join(kept) if mark else path
+    if not mark:
+        return path
+    kept = []
+    for part in re.split("[&;]", query):
+        name = urllib.parse.unquote(part).partition("=")[0].strip().lower()
+        if name not in names and not any(carries(part, key) for key in keys):
+            kept.append(part)
+    return path + mark * bool(kept) + "&".join(kept)
+
+
+def carries(text: str, key: str) -> bool:
+    """Whether a header's value or a part of a path holds a key, encoded or not."""
+    if key in text or key in urllib.parse.unquote(urllib.parse.unquote(text)):
+        return True
+    for word in text.split():  # Basic credentials
+        with contextlib.suppress(ValueError):
+            if key.encode() in base64.b64decode(word + "==", validate=False):
+                return True
+    return False
 
 
 def closing_events(name: str, sent: bytes, output_tokens: int) -> bytes:
@@ -3267,6 +3393,7 @@ class Failure:
     is_transient: bool
     counts: bool = True  # as a failure of the circuit
     ran_nothing: bool = False  # the upstream surely did no work
+    is_paid: bool = False  # it has probably read the prompt, and counts it
     is_loading: bool = False
     is_key_refused: bool = False  # one of our pool
     status: int = 0  # that it means; a stream may say 200 first
@@ -3526,6 +3653,21 @@ class Upstream:
             "keys": [key.shown() for key in gate.pool],
         }  # fmt: skip
 
+    def hide(self, data: bytes) -> bytes:
+        """What an upstream says, without a key of ours that it quotes; as long as before."""
+        for key in self.gate.pool:
+            if key.secret.encode() in data:
+                data = data.replace(key.secret.encode(), b"*" * len(key.secret))
+        return data
+
+    def head_of(self, response: aiohttp.ClientResponse) -> Head:
+        head = head_of(response)
+        for key in self.gate.pool:
+            for name in [n for n, value in head.headers.items() if key.secret in value]:
+                values = [v.replace(key.secret, "***") for v in head.headers.popall(name)]
+                head.headers.extend((name, value) for value in values)
+        return head
+
     def dress(self, plan: Plan, key: Key | None, dialect: str) -> None:
         """Put a key of ours on a request, where there is a pool of them."""
         if not self.gate.pool:
@@ -3663,7 +3805,7 @@ class Upstream:
         try:
             with self.watch(plan.first_s) as watchdog:
                 response = await self.open(call.method, plan.raw_path, plan.headers, plan.body)
-                head = head_of(response)
+                head = self.head_of(response)
                 receive = self._stream if head.is_stream and head.status == 200 else self._gather
                 return await receive(flight, head, response, watchdog, plan)
         except CallerGone:
@@ -3677,8 +3819,10 @@ class Upstream:
             is_refused = isinstance(error, aiohttp.ClientConnectorError)
             is_refused |= isinstance(error, aiohttp.ConnectionTimeoutError)
             # A silent plain call has probably done its work: asking again would pay twice.
-            is_paid = type(error) is TimeoutError and not call.is_stream
-            return Failure(explained, is_transient=not is_paid, ran_nothing=is_refused)
+            is_silent = type(error) is TimeoutError
+            is_transient = not is_silent or call.is_stream
+            is_paid = is_silent or response is not None
+            return Failure(explained, is_transient, ran_nothing=is_refused, is_paid=is_paid)
         finally:
             if response is not None:
                 response.close()
@@ -3707,7 +3851,7 @@ class Upstream:
                 await self._hold(flight, watchdog)
         if flight.head is not None:
             return None
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        body = self.hide(chunks[0] if len(chunks) == 1 else b"".join(chunks))
         if (failure := judge(head, body, time.time())) is not None:
             return failure
         if _ends_with_connection(response) and not _is_whole_json(head, body):
@@ -3740,7 +3884,7 @@ class Upstream:
         flight.begin(head)
         try:
             if begun := events.feed(begun) if events else begun:
-                flight.push(begun)
+                flight.push(self.hide(begun))
             await self._rest(flight, response, events, watchdog)
         except (aiohttp.ClientError, OSError):
             if not self._is_whole(flight, head):  # else only the last chunk was missing
@@ -3768,7 +3912,7 @@ class Upstream:
             watchdog.heard()
             if events is not None and not (chunk := events.feed(chunk)):
                 continue
-            flight.push(chunk)
+            flight.push(self.hide(chunk) if self.gate.pool else chunk)
             if flight.meter is not None and flight.meter.is_over(chunk):
                 tail, name = flight.tail(FLIGHT_BYTES), flight.leader.name
                 flight.push(closing_events(name, tail, flight.meter.output_tokens))
@@ -3820,7 +3964,7 @@ class Upstream:
         status, error = found
         failure = judge(Head(status, "", head.headers), error, time.time())
         assert failure is not None
-        failure.answer = (head, begun)
+        failure.answer = (head, self.hide(begun))
         return failure
 
     async def is_alive(self, limit_s: float = HEALTH_LIMIT_S) -> bool:
@@ -3970,7 +4114,7 @@ class Call:
     route: Route | None = None
     client = "anonymous"
     who: Client | None = None  # where client keys are on
-    own_keys: tuple[str, ...] = ()  # headers that carry the client key; they go no further
+    own_keys: tuple[str, ...] = ()  # the client keys that it presented; they go no further
     priority = "normal"
     retry: str | None = None
     directives: Mapping[str, str] = {}
@@ -4002,6 +4146,7 @@ class Call:
         raw_path, authority = request.raw_path, ""
         if not raw_path.startswith("/"):  # absolute form, RFC 9112 3.2.2, or OPTIONS *
             authority, slash, rest = raw_path.partition("://")[2].partition("/")
+            authority = authority.rpartition("@")[2]
             raw_path = "/" + rest if slash else "/"
         self.raw_path = raw_path
         self.path = raw_path.partition("?")[0]  # without the query, still encoded: safe to log
@@ -4040,14 +4185,18 @@ class Call:
         """The route without any prefix: chat/completions."""
         return self.path.rpartition("/v1/")[2].lstrip("/")
 
-    def api_keys(self) -> Iterable[tuple[str, str]]:
-        """Header names and the keys in them; `key` for the query's."""
+    def api_keys(self) -> Iterable[str]:
+        """The keys that it presents."""
         for name in ("authorization", "x-api-key", "api-key", "x-goog-api-key"):
             if value := self.low.get(name):
                 is_bearer = name == "authorization" and value[:7].lower() == "bearer "
-                yield name, value[7:].strip() if is_bearer else value
+                yield value[7:].strip() if is_bearer else value
         if key := re.search(r"[?&]key=([^&]*)", self.raw_path):
-            yield "key", key[1]
+            yield urllib.parse.unquote(key[1])
+
+    @property
+    def may_cost(self) -> bool:
+        return self.method not in ("GET", "HEAD", "OPTIONS", "DELETE")
 
     def may_use(self, model: str) -> bool:
         return self.who is None or self.who.rule.may_use(model)
@@ -4551,6 +4700,7 @@ class Choice:
     learned: Learned
     demand: Demand
     name: str = ""  # of the fallback that it is
+    is_foreign: bool = False  # not the upstream that the caller's own credential is for
     attempts: int = 0
 
 
@@ -4615,7 +4765,9 @@ class Sender:
             named = next((u for u in self.upstreams if u.name == name), None)
             model = call.model if named else name
             if (upstream := named or self._serving(model)) is not None:
-                found.append(self.choose(call, upstream, model, name))
+                choice = self.choose(call, upstream, model, name)
+                choice.is_foreign = upstream is not found[0].upstream
+                found.append(choice)
         return found
 
     def choose(
@@ -4697,6 +4849,7 @@ class Sender:
                 flight.met_open |= error.code == "circuit_open"
                 if is_last or flight.head is not None or error.code not in self.OUTAGES:
                     raise
+                self._leave(flight, requests=0)
                 continue
             if failure is not None and (is_last or not failure.is_outage):
                 self._give_up(flight, failure)
@@ -4770,8 +4923,11 @@ class Sender:
 
     @staticmethod
     def _uncount(flight: Flight, choice: Choice) -> None:
+        """The attempt was none, but for the upstream's count of requests."""
         flight.attempts -= 1
         choice.attempts -= 1
+        if flight.permit is not None:
+            flight.permit.again()
 
     def _may_retry(self, flight: Flight, choice: Choice, failure: Failure) -> bool:
         call = flight.leader
@@ -4816,16 +4972,7 @@ class Sender:
         """One attempt, with its entry in the circuit and the counters."""
         circuit, permit, timing = choice.circuit, flight.permit, flight.timing
         attempt = circuit.admit()
-        sent_at = self.clock()
-        if not flight.attempts:
-            flight.first_at = sent_at - timing.queue_s - timing.limit_s
-        flight.attempts += 1
-        choice.attempts += 1
-        flight.is_sent = True
-        flight.sent_at = sent_at
-        timing.retry_s = max(0.0, sent_at - flight.first_at - timing.queue_s - timing.limit_s)
-        self.counters.upstream_calls += 1
-        self.in_flight += 1
+        sent_at = self._count(flight, choice)
         choice.upstream.dress(plan, permit.key if permit else None, flight.leader.dialect)
 
         def on_begin() -> None:
@@ -4840,12 +4987,14 @@ class Sender:
         flight.on_begin, flight.attempt = on_begin, attempt
         try:
             failure = await choice.upstream.attempt(flight, plan)
-            flight.outcome = "" if failure is None else str(failure.status or failure.error.code)
             if failure is None and flight.has_failed:
                 attempt.failed()
             self.record(attempt, failure, permit)
             if failure is not None:
+                flight.outcome = str(failure.status or failure.error.code)
                 timing.upstream_s = self.clock() - sent_at
+                if permit is not None and failure.is_paid:
+                    permit.settle(choice.demand.prompt_tokens, 0)
             return failure
         except ProxyError as error:  # broke off in mid-stream
             flight.outcome = error.code
@@ -4863,6 +5012,20 @@ class Sender:
             self._step(flight, choice, sent_at)
             flight.on_begin = flight.attempt = None
             attempt.neutral()
+
+    def _count(self, flight: Flight, choice: Choice) -> float:
+        """An attempt begins; returns when."""
+        sent_at, timing = self.clock(), flight.timing
+        if not flight.attempts:
+            flight.first_at = sent_at - timing.queue_s - timing.limit_s
+        flight.attempts += 1
+        choice.attempts += 1
+        flight.is_sent = True
+        flight.sent_at = sent_at
+        timing.retry_s = max(0.0, sent_at - flight.first_at - timing.queue_s - timing.limit_s)
+        self.counters.upstream_calls += 1
+        self.in_flight += 1
+        return sent_at
 
     def _step(self, flight: Flight, choice: Choice, sent_at: float) -> None:
         """One line of the call's trace: who was asked when, and what came of it."""
@@ -4892,8 +5055,7 @@ class Sender:
         if permit is None:
             return
         if status in (401, 403) and permit.key.secret:
-            failure.is_key_refused = True
-            permit.strike(str(status), REFUSED_KEY_S)
+            failure.is_key_refused = permit.refuse(str(status))
             log.warning("upstream_key %s: the upstream answered %s", permit.key.name, status)
         elif status == 429 and failure.is_transient:
             asked_s = failure.retry_after_s
@@ -4921,20 +5083,15 @@ class Sender:
         if not call.is_stream and (settings.timeout == "auto" or "timeout" not in settings.given):
             # A plain answer is silent until it is whole: allow for what it has to write.
             first_s += choice.demand.output_tokens * choice.learned.token_s
-        headers = end_to_end(call.sent, call.low.get("connection"), frozenset())
-        headers["x-request-id"] = call.trace
-        if "traceparent" not in call.low and re.fullmatch(r"[0-9a-f]{32}", call.trace):
-            headers["traceparent"] = f"00-{call.trace}-{random.getrandbits(64):016x}-01"
-        if call.fate != "bypass":
-            headers["Accept-Encoding"] = "identity"  # one answer has to fit every caller
         body = call.body
         if choice.name and choice.model != call.model:
             body = with_model(call.doc, choice.model) or body
+        headers = self._headers(call, choice)
         raw_path = call.raw_path
-        if upstream.gate.pool or call.own_keys:
-            for name in CREDENTIALS if upstream.gate.pool else call.own_keys:
-                headers.popall(name, None)
-            raw_path = without_key(raw_path)
+        if upstream.gate.pool or choice.is_foreign:
+            raw_path = without_keys(raw_path, call.own_keys)
+        elif call.own_keys:
+            raw_path = without_keys(raw_path, call.own_keys, ())
         plan = Plan(raw_path, headers, body, first_s, silence_s, body)
         may_ask = call.route is not None and call.route.takes_usage and call.is_stream
         if may_ask and not reports_usage(call.doc) and upstream.usage_known.get(call.name, True):
@@ -4942,6 +5099,23 @@ class Sender:
             if asking is not None:
                 plan.body, plan.asks_usage = asking, True
         return plan
+
+    @staticmethod
+    def _headers(call: Call, choice: Choice) -> Headers:
+        """What goes upstream of the caller's headers: no credential that is not for this one."""
+        headers = end_to_end(call.sent, call.low.get("connection"), frozenset())
+        headers["x-request-id"] = call.trace
+        if "traceparent" not in call.low and re.fullmatch(r"[0-9a-f]{32}", call.trace):
+            headers["traceparent"] = f"00-{call.trace}-{random.getrandbits(64):016x}-01"
+        if call.fate != "bypass":
+            headers["Accept-Encoding"] = "identity"  # one answer has to fit every caller
+        if choice.upstream.gate.pool or choice.is_foreign:
+            for name in CREDENTIALS:
+                headers.popall(name, None)
+        for key in call.own_keys:
+            for name in {n for n, value in headers.items() if carries(value, key)}:
+                headers.popall(name, None)
+        return headers
 
     @staticmethod
     def _refuses_usage(failure: Failure, choice: Choice, name: str) -> bool:
@@ -4991,6 +5165,9 @@ class Sender:
         """The last failure is the answer: the upstream's own words where there are any."""
         if failure.answer is None:
             raise failure.error
+        if failure.is_key_refused:  # the keys are our matter, and the answer may quote them
+            why = f"the upstream answered {failure.status} to every key of its pool"
+            raise ProxyError("upstream_key_refused", why, retry_after_s=REFUSED_KEY_S)
         head, body = failure.answer
         if flight.attempts > 1 or flight.has_backed_off:
             head.headers["x-should-retry"] = "false"
@@ -5328,17 +5505,20 @@ class Passage:
         if call.method == "GET" and (named := re.search(r"/models(?:/([^/]+))?$", call.path)):
             if not named[1] and len(sender.upstreams) > 1:
                 return await self._models()
-            call.model = named[1] or ""
+            call.model = urllib.parse.unquote(named[1] or "")
         choice = sender.choose(call)
         call.upstream = choice.upstream.name
-        if call.method != "POST":
+        length = call.low.get("content-length", "")
+        length_tokens = min(int(length), 2**32) // 3 if length.isdecimal() else 0
+        if is_readable(call.low) and "audio" not in call.low.get("content-type", ""):
+            choice.demand.prompt_tokens = length_tokens
+        if not call.may_cost:
             return await self._send(choice)
         self._reserved = call.reserve(choice.demand)
-        length = call.low.get("content-length", "0")
-        worst = int(length) // 3 + 100 if length.isdecimal() else 0
         try:
             await sender.peek(choice)
             books, expected = sender.books, choice.demand.tokens
+            worst = length_tokens + 100
             self._stake = await books.reserve(call, choice.model, worst, expected)
             await books.stand(call)
             self._permit = await sender.enter(choice, call.timing)
@@ -5349,6 +5529,8 @@ class Passage:
             if self._attempt is not None:
                 self._attempt.neutral()
             if self._permit is not None:
+                if call.status and call.status < 300:  # its usage is unknown, or its caller left
+                    self._permit.settle(choice.demand.prompt_tokens, 0)
                 self._permit.leave(requests=requests)
             if self._reserved is not None:
                 self._reserved.settle(requests=requests)
@@ -5394,7 +5576,7 @@ class Passage:
         try:
             call.timing.upstream_s = sender.clock() - sent_at
             call.status = response.status
-            head = head_of(response)
+            head = choice.upstream.head_of(response)
             if self._attempt is not None and self._permit is not None and call.status < 400:
                 self._attempt.give_place()
                 self._permit.begin()
@@ -5402,16 +5584,20 @@ class Passage:
             reply = call.reply = self._relay.reply(call, head)
             await reply.prepare(request)
             watchdog.limit_s = plan.silence_s
-            content, first, tail = response.content, b"", b""
+            content, first, tail = response.content, b"", bytearray()
+            keep_bytes = FLIGHT_BYTES if "Content-Encoding" in head.headers else self.TAIL_BYTES
             while not content.at_eof():
                 chunk = await content.readany()
-                first, tail = first or chunk, (tail + chunk)[-self.TAIL_BYTES :]
+                first = first or chunk
+                tail += chunk
+                if len(tail) > 2 * keep_bytes:
+                    del tail[:-keep_bytes]
                 watchdog.pause()
-                await reply.write(chunk, CALLER_S)
+                await reply.write(choice.upstream.hide(chunk), CALLER_S)
                 watchdog.resume()
             await reply.write_eof()
             if self._attempt is not None:
-                self._record(choice, head, first, tail)
+                self._record(choice, head, first, bytes(tail))
             return reply
         finally:
             response.close()
@@ -5447,7 +5633,10 @@ class Passage:
     async def _models_of(self, upstream: Upstream) -> list[dict[str, Any]] | None:
         """What an upstream lists; None where it does not answer."""
         call, sender = self._call, self._sender
-        plan = sender.plan(call, sender.choose(call, upstream))
+        choice = dataclasses.replace(sender.choose(call, upstream), is_foreign=True)
+        plan = sender.plan(call, choice)
+        for name in ("Accept-Encoding", "If-None-Match", "If-Modified-Since", "Range"):
+            plan.headers.popall(name, None)
         upstream.dress(plan, None, call.dialect)
         with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, RecursionError):
             async with asyncio.timeout(HEALTH_LIMIT_S):
@@ -5633,6 +5822,8 @@ class Gateway:
         self._guard(call)
         if call.origin is not None and call.method == "OPTIONS":
             return self.relay.preflight(call)
+        if call.method in ("TRACE", "CONNECT"):  # it would echo whatever key is on it
+            raise ProxyError("invalid_request", f"{call.method} is not passed on")
         if self.is_draining:
             why = "the proxy is shutting down; try again"
             raise ProxyError("shutting_down", why, retry_after_s=5)
@@ -5642,7 +5833,7 @@ class Gateway:
             call.body = await Upload(request, self.settings.max_body).whole(call)
             found = self._find(call)
         if found is None:
-            if call.method == "POST":
+            if call.may_cost:
                 call.check_model("")
             return await Passage(self.sender, self.relay, call, request).run()
         if isinstance(found, Flight):
@@ -5697,16 +5888,19 @@ class Gateway:
         if not self.clients:
             call.client = client_id(call.credential)
         else:
-            for name, key in call.api_keys():
+            for key in call.api_keys():
                 given = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
                 for client in self.clients:  # all of them, each in constant time
                     if hmac.compare_digest(given, client.rule.key_sha256):
                         call.who = client
-                        call.own_keys = (*call.own_keys, name)
+                        call.own_keys = (*call.own_keys, key)
             if call.who is None:
                 why = "no valid client key; send it as a bearer token or as x-api-key"
                 raise ProxyError("invalid_api_key", why)
             call.client, call.priority = call.who.rule.name, call.who.rule.priority
+            if any(carries(call.path, key) for key in call.own_keys):
+                call.path = "/***"
+                raise ProxyError("invalid_request", "a key does not belong into the path")
         if call.own:
             if call.task and call.who is not None:
                 call.task_budget = call.task_budget or call.who.rule.task_budget or 0
@@ -5723,12 +5917,12 @@ class Gateway:
         settings, flights = self.settings, self.flights
         credential, raw_path, get = call.credential, call.raw_path, call.low.get
         if call.who is not None:  # however it sends its key
-            rest = [get(name, "") for name in CREDENTIALS if name not in call.own_keys]
+            rest = [get(name, "") for name in CREDENTIALS]
+            rest = [v for v in rest if not any(carries(v, key) for key in call.own_keys)]
             credential = "\0".join([call.client, *rest])
-        if settings.share == "all" or "key" in call.own_keys:
-            raw_path = without_key(raw_path)
+            raw_path = without_keys(raw_path, call.own_keys, ())
         if settings.share == "all":
-            credential = ""
+            credential, raw_path = "", without_keys(raw_path)
         changing = [get(name, "") for name in ANSWER_CHANGING]
         if call.task and call.task_budget:  # its stream may be cut, nobody else's
             credential += f"\0task {call.task}"
@@ -5991,19 +6185,23 @@ class Daemon:
     async def __aenter__(self) -> Daemon:
         async with contextlib.AsyncExitStack() as stack:
             settings = self.settings
-            if settings.upstream == "mock:":
+            rules = settings.upstreams
+            if "mock:" in (settings.upstream if not rules else "", *(rule.url for rule in rules)):
                 self.mock = Mock(latency_s=1.5)
                 address = await stack.enter_async_context(
                     listening(self.mock.handle, "127.0.0.1", 0)
                 )
-                settings.upstream = address
+                settings.upstream = settings.upstream.replace("mock:", address)
+                for rule in rules:
+                    rule.url = rule.url.replace("mock:", address)
             is_open = settings.allow_open == "on" or bool(settings.clients)
             if not is_loopback(settings.host) and not is_open:
                 why = f"--host {settings.host}: whoever reaches it could use the upstream; add a "
                 raise ConfigError(why + "client (llmproxy key new NAME) or say --allow-open")
-            if URL(settings.upstream).port == settings.port and is_loopback(settings.host):
-                if is_loopback(URL(settings.upstream).host or ""):
-                    raise ConfigError(f"--upstream {settings.upstream} is this proxy itself")
+            for base in [rule.url for rule in rules] or [settings.upstream]:
+                if URL(base).port == settings.port and is_loopback(URL(base).host or ""):
+                    if is_loopback(settings.host):
+                        raise ConfigError(f"the upstream {base} is this proxy itself")
             self.gateway = Gateway(settings)
             self.url = await stack.enter_async_context(
                 listening(self.gateway.handle, settings.host, settings.port)

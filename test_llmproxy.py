@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import atexit
+import base64
 import contextlib
 import csv
 import functools
@@ -456,6 +457,12 @@ def test_default_file_is_read_where_it_is(tmp_path: Path) -> None:
         ),
         ("[upstream_key]\nenv = 'A'", "wants tables like [[upstream_key]]"),
         ("[upstream.a]\nurl = 'x://y'", "c.toml:2: url: wants a base URL"),
+        ("[upstream.'a b']\nurl = 'http://y'", "wants a name of letters"),
+        ("[[upstream_key]]\ncommand = ' '", "c.toml:2: command: wants a text"),
+        (
+            "[[upstream_key]]\nenv = 'A'\n[upstream.a]\nurl = 'http://y'",
+            "[[upstream.NAME.upstream_key]]",
+        ),
         (
             "[upstream.a]\nurl='http://x'\n[[upstream.a.upstream_key]]\nenv='A'\nrpm=0",
             "c.toml:5: rpm: wants a whole number above 0",
@@ -906,6 +913,77 @@ async def test_gate_takes_the_least_loaded_key_and_none_that_was_refused() -> No
     gate.dispatch()
     (await other).leave()
     assert "sk-" not in repr(pool) and not any(key.running for key in pool)
+
+
+@aio
+async def test_gate_lets_a_call_larger_than_its_bucket_go_at_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llmproxy, "WINDOW_S", 0.3)
+    gate = Gate(8, 100, tpm=Bucket(100))
+    done: list[str] = []
+
+    async def call(name: str, tokens: int) -> None:
+        permit = await gate.enter(Demand(1, tokens, client=name), timeout_s=0.3)
+        permit.settle(tokens, 0)
+        permit.leave()
+        done.append(name)
+
+    await call("small", 10)
+    giant = asyncio.create_task(call("giant", 500))
+    await settle()
+    late = [asyncio.create_task(call(f"late {n}", 10)) for n in range(3)]
+    await asyncio.gather(giant, return_exceptions=True)
+    assert done == ["small", "giant"]  # nobody passed it, and it had its time
+    await asyncio.gather(*late, return_exceptions=True)
+
+
+@aio
+async def test_gate_refunds_who_left_the_queue() -> None:
+    gate = Gate(1, 10)
+    holder = await enter(gate)
+    left = [await enter(gate, prompt_tokens=100, client="a") for _ in range(50)]
+    for task in left:
+        task.cancel()
+    await settle()
+    others = [await enter(gate, prompt_tokens=100, client="b") for _ in range(3)]
+    again = await enter(gate, prompt_tokens=100, client="a")
+    (await holder).leave()
+    await settle()
+    (await others[0]).leave()
+    await settle()
+    assert again.done()
+    (await again).leave()
+    for task in others[1:]:
+        (await task).leave()
+
+
+@aio
+async def test_gate_full_of_held_back_calls_takes_those_that_may_go() -> None:
+    clock = FakeClock()
+    gate = Gate(8, 100, clock)
+    struck = await (await enter(gate, model="a"))
+    struck.strike("429", 20.0)
+    struck.leave()
+    held = [await enter(gate, model="a", queue_size=2) for _ in range(2)]
+    (await (await enter(gate, model="b", queue_size=2))).leave()
+    with pytest.raises(ProxyError, match="queue is full") as caught:
+        await gate.enter(Demand(model="a"), queue_size=2)
+    assert 20 <= (caught.value.retry_after_s or 0) <= 22
+    for task in held:
+        task.cancel()
+
+
+@aio
+async def test_gate_one_odd_report_does_not_stop_the_rest() -> None:
+    gate = Gate(8, 100, tpm=Bucket(20_000))
+    odd = await (await enter(gate, prompt_tokens=10))
+    odd.settle(6000, 0)
+    odd.leave()
+    for _ in range(20):
+        permit = await (await enter(gate, prompt_tokens=40))
+        permit.settle(40, 0)
+        permit.leave()
 
 
 @aio
@@ -2848,14 +2926,19 @@ async def test_a_key_that_is_refused_is_taken_out_and_shown(
         states = [key["state"] for key in caller.gateway.status()["upstreams"][0]["keys"]]
         assert states[0].startswith(status) and states[1:] == ["ok", "ok"]
         bad.update({"Bearer sk-from-file", "Bearer sk-from-command"})
-        found, headers, body = await caller.fetch(ask("all are bad now"))
-        assert found == int(status) and b"bad key" in body  # the upstream's own words
-        found, headers, body = await caller.fetch(ask("and none is left"))
-        assert (found, json.loads(body)["error"]["code"]) == (502, "upstream_key_refused")
-        assert headers["x-should-retry"] == "false" and 50 <= int(headers["Retry-After"]) <= 61
-        assert up.calls == 9
+        for n in range(2):
+            found, headers, body = await caller.fetch(ask(f"all are bad now {n}"))
+            assert b"sk-from" not in body
+            if status == "401":
+                assert (found, json.loads(body)["error"]["code"]) == (502, "upstream_key_refused")
+                assert headers["x-should-retry"] == "false"
+                assert 50 <= int(headers["Retry-After"]) <= 61 and up.calls == 9
+            else:  # of every key: it is the call that is refused, in the upstream's own words
+                assert (found, up.calls) == (403, 9 + 2 * n) and b"bad key Bearer ***" in body
+        states = [key["state"] for key in caller.gateway.status()["upstreams"][0]["keys"]]
+        assert [state[:3] for state in states] == ["401"] * 3 or states[1:] == ["ok", "ok"]
         shown = json.dumps(caller.gateway.status()) + "".join(capfd.readouterr())
-        assert "sk-from" not in shown and b"sk-from" not in body
+        assert "sk-from" not in shown
 
 
 def test_keys_that_cannot_be_read_are_config_errors(tmp_path: Path) -> None:
@@ -3054,6 +3137,85 @@ async def test_client_keys_let_in_who_has_one_and_go_no_further() -> None:
         assert await caller.fate(asked_for("big"), headers=alice) == "miss"
         assert await caller.fate(asked_for("big"), headers={"x-api-key": "key-of-bob"}) == "miss"
         assert await caller.fate(asked_for("big"), headers={"x-api-key": "key-of-alice"}) == "hit"
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@aio
+async def test_a_client_key_goes_nowhere_in_any_disguise(
+    monkeypatch: pytest.MonkeyPatch, pool: bool
+) -> None:
+    monkeypatch.setenv("POOL_KEY", "sk-from-env")
+    key, clients = "key-of-alice", [client_rule("alice")]
+    basic = base64.b64encode(f"u:{key}".encode()).decode()
+    disguises = [
+        {"x-api-key": f"Bearer {key}"}, {"api-key": f'"{key}"'}, {"Cookie": f"token={key}"},
+        {"X-Own": basic}, {"x-goog-api-key": f"{key}, {key}"}, {"Proxy-Authorization": f"Basic {basic}"},
+    ]  # fmt: skip
+    queries = ("%6Bey=", "Key=", "api_key=", "a=1;key=", "x=", "key%3D")
+    keys = [KeyRule(env="POOL_KEY")] if pool else []
+    async with upstream() as up, proxy(up.base, clients=clients, keys=keys) as caller:
+        own = {"Authorization": f"Bearer {key}"}
+        for headers in disguises:
+            for path in (CHAT, "/v1/files"):
+                await caller.fetch(ask(str(headers)), path, {**own, **headers})
+        for query in queries:
+            target = f"{CHAT}?{query}{key}&b=2"
+            assert (await caller.fetch(ask(f"q {query}"), target, own))[0] == 200
+        assert up.calls >= len(disguises) * 2 and up.asked[-1].target.endswith("?b=2")
+        assert all(
+            key.encode() not in e.raw_head and basic.encode() not in e.raw_head for e in up.asked
+        )
+        calls = up.calls
+        status, _, body = await caller.fetch(ask("p"), f"{CHAT}%3Fkey={key}", own)
+        assert (status, up.calls) == (400, calls) and key.encode() not in body
+        assert key not in json.dumps([caller.counters.row(call) for call in caller.counters.recent])
+        status, _, _ = await caller.fetch(ask("t"), CHAT, own)
+        async with caller.session.request("TRACE", caller.url + CHAT, headers=own) as response:
+            assert response.status == 400
+
+
+@pytest.mark.parametrize("kind", ["plain", "stream", "error", "header", "bypass"])
+@aio
+async def test_a_key_of_the_pool_reaches_no_caller(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("POOL_KEY", "sk-from-env")
+
+    async def answer(exchange: Exchange) -> None:
+        said = exchange.headers["authorization"]
+        body = json.dumps({"you": "sent", "key": said}).encode()
+        if kind == "stream":
+            await exchange.stream([chunk(said), *STREAM, DONE])
+        elif kind == "header":
+            await exchange.plain(b"", "302 Found", f"Location: /x?{said}\r\nX-Echo: {said}\r\n")
+        else:
+            await exchange.plain(body, "500 X" if kind == "error" else "200 OK")
+
+    async with (
+        upstream(answer) as up,
+        proxy(up.base, keys=[KeyRule(env="POOL_KEY")], retries=0) as caller,
+    ):
+        url = caller.url + ("/v1/any" if kind == "bypass" else CHAT)
+        sent = ask(stream=kind == "stream")
+        async with caller.session.post(url, json=sent, allow_redirects=False) as response:
+            status, headers, body = response.status, response.headers, await response.read()
+        assert status in (200, 302, 500) and up.calls == 1
+        assert b"sk-from-env" not in body + str(headers).encode()
+        assert b"***" in body or "***" in headers["X-Echo"]
+
+
+@aio
+async def test_a_callers_credential_is_for_its_models_upstream_alone() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.plain(b"{}", "500 X")
+
+    own = {"Authorization": "Bearer for-one", "Cookie": "a=for-one"}
+    async with two_upstreams(answer, "two", retries=0) as (one, two, caller):
+        assert (await caller.fetch(asked_for("a-model"), headers=own))[0] == 200
+        async with caller.session.get(caller.url + "/v1/models", headers=own):
+            pass
+        assert "for-one" in one.asked[0].headers["authorization"]
+        assert all(b"for-one" not in e.raw_head for e in two.asked) and two.calls == 2
 
 
 @aio
