@@ -180,8 +180,11 @@ _SECRETS = re.compile(
 
 
 def struck(text: str) -> str:
-    """A text without what looks like a key."""
-    return _SECRETS.sub("***", text) if text else text
+    """A text without what looks like a key, and without what is no character."""
+    if not text:
+        return text
+    text = text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return _SECRETS.sub("***", text)
 
 
 def printable(text: str, limit: int = 80) -> str:
@@ -189,6 +192,15 @@ def printable(text: str, limit: int = 80) -> str:
     text = struck(text)
     text = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def fault_lines(error: BaseException) -> str:
+    """Type and lines of a fault, without the values that its message might quote."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(f"{trace.tb_frame.f_code.co_name}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return f"{type(error).__name__} at {' > '.join(frames[-4:])}"
 
 
 class CallerGone(ConnectionError):
@@ -2856,6 +2868,10 @@ class Prices:
         self._listed = _read_prices(settings.prices) if settings.prices else {}
         self._found: Memo[list[Price | None]] = Memo(lambda model: [self._find(model)])
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._globs and not self._listed
+
     def of(self, model: str) -> Price | None:
         return self._found[model][0]
 
@@ -3127,6 +3143,7 @@ class Ledger:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cleaned_unix = 0.0
+        self._inode = 0
 
     def start(self) -> None:
         """Open the file, count what an earlier process left open as spent, start the writer."""
@@ -3172,6 +3189,7 @@ class Ledger:
             db.close()
             raise
         self._db, self._next_id = db, max(self._next_id, (run_id or 0) << 32)
+        self._inode = self.path.stat().st_ino
         with contextlib.suppress(OSError):
             self.path.chmod(0o600)
 
@@ -3182,7 +3200,12 @@ class Ledger:
             is_open = all(table for table, _, _ in batch)
             rows = [(table, row) for table, row, _ in batch if table]
             if rows or self._held:
-                self._write(rows)
+                try:
+                    self._write(rows)
+                except Exception as error:  # a row that cannot be stored shall not stop the rest
+                    self.lost_rows += len(self._held)
+                    self._held.clear()
+                    log.error("ledger: rows are lost: %s", fault_lines(error))
             futures = [future for _, _, future in batch if future is not None]
             if futures and self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -3203,6 +3226,9 @@ class Ledger:
         self._held.extend(rows)
         self.lost_rows += held - len(self._held)
         try:
+            if self._db is not None and self._is_gone():
+                self._db.close()
+                self._db = None
             if self._db is None:
                 self._open()
             db = cast(sqlite3.Connection, self._db)
@@ -3223,6 +3249,13 @@ class Ledger:
             log.warning("ledger: %s is written again", self.path)
             self.trouble = ""
 
+    def _is_gone(self) -> bool:
+        """Whether the file was taken away: SQLite would go on writing where nobody reads."""
+        try:
+            return self.path.stat().st_ino != self._inode
+        except OSError:
+            return True
+
     def _in_trouble(self, error: Exception) -> None:
         trouble = printable(getattr(error, "strerror", None) or str(error))
         if trouble != self.trouble:
@@ -3232,15 +3265,16 @@ class Ledger:
     def _clean(self) -> None:
         """Once an hour, forget what is older than `retention`."""
         now, days = self._now(), self._retention_days()
-        if now - self._cleaned_unix < 3600 or self._db is None or self.trouble:
+        if not days or now - self._cleaned_unix < 3600 or self._db is None or self.trouble:
             return
-        self._cleaned_unix = now
-        if days:
-            with contextlib.suppress(sqlite3.Error):
-                oldest = now - days * 86400
-                self._db.execute("DELETE FROM bodies WHERE id IN (SELECT id FROM calls WHERE "
-                                 "time_unix < ?)", (oldest,))  # fmt: skip
-                self._db.execute("DELETE FROM calls WHERE time_unix < ?", (oldest,))
+        with contextlib.suppress(sqlite3.Error):
+            old = "SELECT id FROM calls WHERE time_unix < ? LIMIT 1000"  # nobody waits long for it
+            values = (now - days * 86400,)
+            self._db.execute(f"DELETE FROM bodies WHERE id IN ({old})", values)
+            found = self._db.execute(f"DELETE FROM calls WHERE id IN ({old})", values)
+            if found.rowcount < 1000:
+                self._cleaned_unix = now
+
 
     def read(self, sql: str, values: Iterable[Any] = ()) -> list[dict[str, Any]]:
         """Rows of a query, none where the file cannot be read. Blocks; not for the event loop."""
@@ -4126,6 +4160,7 @@ class Call:
     is_stream = may_join = may_keep = False
     own: tuple[str, ...] = ()  # names of headers that are for us
     leads = False  # a flight that may outlive the call
+    has_new_trace = False
     fate = code = upstream = fallback = ""
     status = 0
     elapsed_s = ended_unix = 0.0
@@ -4133,7 +4168,6 @@ class Call:
     id = 0  # of its row in the ledger
     task = request_id = shared = ""
     task_budget = 0
-    copies = 1  # answers that it asks for
     attempts = cost_micros = reserved_micros = saved_micros = metered_tokens = 0
     steps: tuple[dict[str, Any], ...] = ()
     is_recorded = False
@@ -4169,6 +4203,7 @@ class Call:
         if trace is None or not _TRACE.fullmatch(trace):
             found = _TRACEPARENT.fullmatch(parent) if parent else None
             trace = found[1] if found else new_trace()
+            self.has_new_trace = found is None
         self.trace = trace
         self.route = route = find_route(self.method, path)
         if route is not None:
@@ -4350,6 +4385,8 @@ class Books:
         self.ledger: Ledger | None = None
         if settings.state != "none":
             self.ledger = Ledger(state_path(settings.state), lambda: settings.retention, now)
+        # Nothing has a price, a budget or a row: then a call does not pay for the asking either.
+        self.is_plain = self.ledger is None and self.budgets.is_empty and self.prices.is_empty
 
     def start(self) -> None:
         if self.ledger is None:
@@ -4383,7 +4420,7 @@ class Books:
             return None
         output = 0
         if call.route is None or call.route.writes:
-            output = (call.max_tokens or price.most_output_tokens) * call.copies
+            output = (call.max_tokens or price.most_output_tokens) * copies(call.doc)
         return price.cost(Usage(prompt_tokens, 0, output))
 
     async def reserve(
@@ -4446,7 +4483,7 @@ class Books:
             self.ledger.put("calls", self._row(call, "done"))
 
     def bodies(self, call: Call, request: bytes, answer: bytes) -> None:
-        if self.ledger is not None and self.settings.log_bodies == "on":
+        if self.ledger is not None:
             call.id = call.id or self.ledger.new_id()
             texts = (struck(body.decode("utf-8", "replace")) for body in (request, answer))
             self.ledger.put("bodies", (call.id, *texts))
@@ -4832,7 +4869,7 @@ class Sender:
         call.timing, call.fallback, call.leads = flight.timing, flight.fallback, False
         flight.finish(error)
         call.let_go()
-        if call.ended_unix:  # its caller has left before
+        if call.ended_unix and self.books.ledger is not None:  # its caller has left before
             self.books.ended(call)
         self._flying.discard(cast("asyncio.Task[None]", flight.task))
         flight.task = None
@@ -4860,7 +4897,20 @@ class Sender:
     async def _try(self, flight: Flight, choice: Choice) -> Failure | None:
         """Queue, then attempts until one answers, or the policy says that it was the last."""
         call = flight.leader
-        await self._prepare(flight, choice)
+        if choice.circuit.state is not State.CLOSED:
+            await self.peek(choice)
+        if call.route is not None and not call.route.is_free:
+            if not self.books.is_plain or call.task:
+                await self._stake(flight, choice)
+            flight.permit = choice.upstream.gate.enter_now(choice.demand)
+            if flight.permit is None:
+                flight.permit = await self.enter(choice, flight.timing)
+            if self.books.ledger is not None and not call.id:
+                await self.books.stand(call)
+        return await self._attempts(flight, choice)
+
+    async def _attempts(self, flight: Flight, choice: Choice) -> Failure | None:
+        call = flight.leader
         plan = self.plan(call, choice)
         began_at = self.clock()
         was_refused = False
@@ -4888,18 +4938,6 @@ class Sender:
                 return failure
             began_at += flight.timing.queue_s + flight.timing.limit_s - waited_s
             self.counters.retries += 1
-
-    async def _prepare(self, flight: Flight, choice: Choice) -> None:
-        """Whatever has to be waited for before the first attempt, the cheapest refusal first."""
-        call = flight.leader
-        if choice.circuit.state is not State.CLOSED:
-            await self.peek(choice)
-        if call.route is not None and call.route.is_free:
-            return
-        await self._stake(flight, choice)
-        flight.permit = await self.enter(choice, flight.timing)
-        if not call.id:
-            await self.books.stand(call)
 
     async def _stake(self, flight: Flight, choice: Choice) -> None:
         """Reserve what the call can cost, before it waits for anything else."""
@@ -5029,6 +5067,8 @@ class Sender:
 
     def _step(self, flight: Flight, choice: Choice, sent_at: float) -> None:
         """One line of the call's trace: who was asked when, and what came of it."""
+        if self.books.ledger is None:
+            return
         now, call = self.clock(), flight.leader
         status = flight.head.status if flight.head is not None else "left"
         key = flight.permit.key.name if flight.permit is not None else ""
@@ -5105,8 +5145,8 @@ class Sender:
         """What goes upstream of the caller's headers: no credential that is not for this one."""
         headers = end_to_end(call.sent, call.low.get("connection"), frozenset())
         headers["x-request-id"] = call.trace
-        if "traceparent" not in call.low and re.fullmatch(r"[0-9a-f]{32}", call.trace):
-            headers["traceparent"] = f"00-{call.trace}-{random.getrandbits(64):016x}-01"
+        if call.has_new_trace:
+            headers["traceparent"] = f"00-{call.trace}-{call.trace[:16]}-01"
         if call.fate != "bypass":
             headers["Accept-Encoding"] = "identity"  # one answer has to fit every caller
         if choice.upstream.gate.pool or choice.is_foreign:
@@ -5195,7 +5235,8 @@ class Sender:
                 usage = Usage(prompt, 0, output, is_estimated=True)
             call.metered_tokens = flight.meter.tokens
         self.settle(call, usage, choice, flight.stake, flight.permit, flight.reserved)
-        self.books.bodies(call, call.body, plain)
+        if self.settings.log_bodies == "on":
+            self.books.bodies(call, call.body, plain)
         flight.usage = usage
         is_newest = self.flights.running.get(flight.key) is flight
         may_keep = call.may_keep and is_newest and not flight.fallback
@@ -5212,7 +5253,11 @@ class Sender:
         *held: Permit | Reservation | None,
     ) -> None:  # fmt: skip
         """What a call really used, to all who had reserved for it."""
-        self.books.settle(call, usage, choice.model, stake)
+        if self.books.is_plain and stake is None:
+            self.counters.spent(usage)
+            self.counters.unpriced_tokens += usage.prompt + usage.completion
+        else:
+            self.books.settle(call, usage, choice.model, stake)
         for permit in held:
             if permit is not None:
                 permit.settle(usage.prompt, usage.completion)
@@ -5388,9 +5433,10 @@ class Relay:
         """Answer from what is kept."""
         call.fate, call.status, call.model = fate, 200, kept.model
         call.upstream, call.usage, call.fallback = kept.upstream, Usage(*kept.tokens), ""
-        self.books.save(call)
-        if not call.id:
-            await self.books.stand(call, "done")
+        if not self.books.is_plain:
+            self.books.save(call)
+            if not call.id:
+                await self.books.stand(call, "done")
         head = kept.head()
         is_stream = call.is_stream = head.is_stream
         reply = self.reply(call, head, None if is_stream else kept.body, age_s)
@@ -5609,11 +5655,11 @@ class Passage:
         if head.status >= 300:
             return
         usage = read_usage(decoded(tail, head.headers), head.is_stream)
-        if usage is None and self._stake is not None:  # unknown is not free
-            usage = Usage(choice.demand.prompt_tokens, 0, OUTPUT_TOKENS_ABSENT, is_estimated=True)
-        if usage is not None:
-            call.usage = usage
-            sender.settle(call, usage, choice, self._stake, self._permit, self._reserved)
+        if usage is None:  # unknown is not free
+            output = OUTPUT_TOKENS_ABSENT if self._stake is not None else 0
+            usage = Usage(choice.demand.prompt_tokens, 0, output, is_estimated=True)
+        call.usage = usage
+        sender.settle(call, usage, choice, self._stake, self._permit, self._reserved)
 
     async def _models(self) -> web.StreamResponse:
         """The models of all upstreams that are alive, each once, in the file's order."""
@@ -5814,7 +5860,8 @@ class Gateway:
             self.open_calls -= 1
             call.fate = call.fate or "bypass"
             self.counters.end(call)
-            self.books.ended(call)
+            if self.books.ledger is not None:
+                self.books.ended(call)
             self.on_call(call)
 
     async def _answer(self, call: Call, request: web.BaseRequest) -> web.StreamResponse:
@@ -5973,7 +6020,7 @@ class Gateway:
     def _lead(self, call: Call, key: bytes) -> Flight:
         call.check_model(call.model)
         call.fate, call.leads = "miss", True
-        call.max_tokens, call.copies = max_tokens(call.doc), copies(call.doc)
+        call.max_tokens = max_tokens(call.doc)
         choices = self.sender.choices(call)
         flight = Flight(key, call, self._loop)
         flight.reserved = call.reserve(choices[0].demand)
@@ -6059,15 +6106,6 @@ def internal() -> ProxyError:
 
 def upstream_name(base: str) -> str:
     return URL(base).authority
-
-
-def fault_lines(error: BaseException) -> str:
-    """Type and lines of a fault, without the values that its message might quote."""
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append(f"{trace.tb_frame.f_code.co_name}:{trace.tb_lineno}")
-        trace = trace.tb_next
-    return f"{type(error).__name__} at {' > '.join(frames[-4:])}"
 
 
 ###############################################################################
