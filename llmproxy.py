@@ -65,7 +65,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -173,7 +173,7 @@ class ProxyError(Exception):
 # Of OpenAI and its kind, Anthropic, Google, GitHub, AWS, Slack, JSON web tokens, our own; and what
 # stands where a key would.
 _SECRETS = re.compile(
-    r"\b(?:sk|pk|rk|gsk|hf|xai|pplx|r8|nvapi|ghp|gho|github_pat|glpat|xox[abp]|AIza|AKIA|eyJ|llmp)"
+    r"(?<![A-Za-z0-9])(?:sk|pk|rk|gsk|hf|xai|pplx|r8|nvapi|ghp|gho|github_pat|glpat|xox[abp]|AIza|AKIA|eyJ|llmp)"
     r"[-_A-Za-z0-9.]{12,}|(?i:bearer|basic)\s+[^\s\"',;]{6,}"
     r"|(?i:(?:[?&;]|%3f|%26)(?:key|api[-_]?key|token|access_token)(?:=|%3d))[^&\s\"']+"
 )
@@ -501,8 +501,8 @@ class Settings:
         "browser origins that may call (https://app.example)")
     keepalive: float | None = setting(None, parse_seconds, "s", also={"off": None}, text=
         "SSE comments to a streaming caller that still waits; later errors then come in-band")
-    state: str = setting("$XDG_STATE_HOME/llmproxy/llmproxy.db", str, "path", live=False, text=
-        "the ledger, an SQLite file; none keeps nothing")
+    state: str = setting("$XDG_STATE_HOME/llmproxy/llmproxy.db", parse_text, "path", live=False,
+        text="the ledger, an SQLite file; none keeps nothing")
     log_bodies: str = setting("off", one_of("on", "off"), "", text=
         "on: the ledger keeps prompts and answers too, with what looks like a key struck out")
     retention: float = setting(90.0, parse_days, "days", "ledger rows are kept; 0: for ever")
@@ -927,9 +927,9 @@ class Key:
         return all(pause.until <= self._clock() for pause in self.pauses.values())
 
     @property
-    def load(self) -> tuple[float, int, int]:
+    def load(self) -> tuple[int, float, int]:
         shares = [b.used / b.limit for b in (self.rpm, self.tpm) if b is not None]
-        return max(shares, default=0.0), self.running, self.calls
+        return self.running, max(shares, default=0.0), self.calls
 
     def active(self, model: str) -> list[Pause]:
         return [p for p in map(self.pauses.get, (None, model)) if p]
@@ -1309,7 +1309,7 @@ class Gate:
         fitting = [key for key in free if key.fits(demand.tokens)]
         tokens = demand.tokens  # a key whose whole bucket is too small comes last
 
-        def rank(key: Key) -> tuple[bool, tuple[float, int, int]]:
+        def rank(key: Key) -> tuple[bool, tuple[int, float, int]]:
             return key.tpm is not None and tokens > key.tpm.limit, key.load
 
         return min(fitting, key=rank, default=None), not free
@@ -1777,7 +1777,8 @@ class Meter:
         return self.prompt_tokens + self.output_tokens
 
     def is_over(self, chunk: bytes) -> bool:
-        tokens = max(0, chunk.count(b"data:") - chunk.count(b'"message_') - chunk.count(b"[DONE]"))
+        tokens = chunk.count(b"\ndata:") + chunk.startswith(b"data:")
+        tokens = max(0, tokens - chunk.count(b'"type":"message_') - chunk.count(b"data: [DONE]"))
         self.output_tokens += tokens
         self.task.spent += tokens
         self.is_cut = self.task.spent >= self.task.limit
@@ -2080,17 +2081,18 @@ class TextSize:
     wide: int = 0  # characters that are not ASCII
     strings: int = 0  # roles and messages cost tokens of their own
     chars: int = 0
+    tokens: int = 0  # given as numbers
     blobs: int = 0  # images and the like, at a price of their own
 
     @classmethod
-    def of(cls, texts: list[str], blobs: int = 0) -> TextSize:
+    def of(cls, texts: list[str], blobs: int = 0, tokens: int = 0) -> TextSize:
         text = "".join(texts)
         data = text.encode("ascii", "ignore")
         rest = data.translate(None, _LETTERS)
         spaces, digits = rest.count(b" "), len(rest) - len(rest.translate(None, b"0123456789"))
         marks = len(rest) - spaces + digits  # a digit is mostly a token of its own: counted twice
         units = 0.215 * (len(data) - len(rest)) + 0.08 * spaces + 0.62 * marks
-        return cls(units, len(text) - len(data), len(texts), len(text), blobs)
+        return cls(units, len(text) - len(data), len(texts), len(text), tokens, blobs)
 
 
 NO_TEXT = TextSize()
@@ -2125,14 +2127,14 @@ class Learned:
         if self._is_taught:
             a, b, c, d = self._weights
             text = a * size.ascii_units + b * size.wide + c * size.strings + d
-        return round(text) + size.blobs * BLOB_TOKENS
+        return round(text) + size.tokens + size.blobs * BLOB_TOKENS
 
     def worst_tokens(self, size: TextSize) -> int:
         """More than a prompt will take, for budgets: generous until the model is known."""
         if self._calls >= 20:
             return round(1.25 * self.prompt_tokens(size)) + 10
         text = size.chars / 2 + 1.5 * size.wide + 10 * size.strings + 20
-        return round(text) + size.blobs * BLOB_TOKENS
+        return round(text) + size.tokens + size.blobs * BLOB_TOKENS
 
     def output_tokens(self, at_most: int | None) -> int:
         """What a call is likely to write: no more than it asks for nor the 95th percentile."""
@@ -2142,7 +2144,7 @@ class Learned:
         if usage.is_estimated:
             return
         self._calls += 1
-        if not size.blobs and (self._calls <= 100 or self._calls % 8 == 0):
+        if not (size.blobs or size.tokens) and (self._calls <= 100 or self._calls % 8 == 0):
             self._teach_prompt(size, usage.prompt)
         if usage.completion > 0:
             self._outputs.append(usage.completion)
@@ -2341,9 +2343,9 @@ class Canonical:
 
     def __init__(self, doc: Any) -> None:
         self._texts: list[str] = []
-        self._blobs = 0
+        self._blobs = self._tokens = 0
         self.data = marshal.dumps(self._walk(doc), 2)
-        self.size = TextSize.of(self._texts, self._blobs)
+        self.size = TextSize.of(self._texts, self._blobs, self._tokens)
 
     def _walk(self, value: Any) -> Any:
         kind = type(value)
@@ -2361,6 +2363,9 @@ class Canonical:
                 pairs.append(walk(value[key]))
             return tuple(pairs)
         elif kind is list:
+            if value and type(value[0]) is int and set(map(type, value)) == {int}:
+                self._tokens += len(value)
+                return value
             return [self._walk(item) for item in value]
         return value
 
@@ -2399,18 +2404,27 @@ def reports_usage(doc: Mapping[str, Any]) -> bool:
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
+def whole_number(value: Any) -> int | None:
+    """A count as bodies and usages write it: 5, 5.0 or "5"; None for all else."""
+    if type(value) is str and value.isdecimal() and len(value) < 10:
+        value = int(value)
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    return min(value, 2**40) if type(value) is int and value >= 0 else None
+
+
 def max_tokens(doc: Mapping[str, Any]) -> int | None:
     """The larger of all limits on the output that a body names."""
     names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
-    limits = [doc[name] for name in names if type(doc.get(name)) is int and doc[name] >= 0]
-    return max(limits, default=None)
+    found = [n for name in names if name in doc and (n := whole_number(doc[name])) is not None]
+    return max(found, default=None)
 
 
 def copies(doc: Mapping[str, Any]) -> int:
     """How many answers a body asks for."""
     prompts: Any = doc.get("prompt")
     is_many = isinstance(prompts, list) and any(type(prompt) is not int for prompt in prompts)
-    wanted: list[int] = [doc[name] for name in ("n", "best_of") if type(doc.get(name)) is int]
+    wanted = [whole_number(doc[name]) or 1 for name in ("n", "best_of") if name in doc]
     return (len(prompts) if is_many else 1) * max([1, *wanted])
 
 
@@ -2562,7 +2576,7 @@ def read_usage(body: bytes, is_stream: bool) -> Usage | None:
 def _plain_usage(body: bytes) -> Usage | None:
     """Usage nearly always stands last: read it alone, without the answer before it."""
     start = body.rfind(b'"usage"')
-    if start >= 0:
+    if start >= 0 and body.find(b'"usage"') == start:  # else the answer's text has one as well
         with contextlib.suppress(ValueError, RecursionError):
             text = body[start + 7 :].decode("utf-8", "replace").lstrip(" \r\n\t:")
             usage, _ = _JSON.raw_decode(text)
@@ -2615,8 +2629,7 @@ def _inner(doc: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _whole(doc: dict[str, Any], name: str) -> int:
-    value = doc.get(name)
-    return value if type(value) is int and 0 <= value < 2**40 else 0
+    return whole_number(doc.get(name)) or 0
 
 
 def decoded(body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -2775,8 +2788,12 @@ def closing_events(name: str, sent: bytes, output_tokens: int) -> bytes:
         return f"data: {json.dumps(doc)}\n\n".encode()
     base = {k: v for k, v in (docs[0] if docs else {}).items() if k not in ("choices", "usage")}
     empty: dict[str, Any] = {"delta": {}} if name == "chat/completions" else {"text": ""}
-    choice = {"index": 0, **empty, "finish_reason": "length"}
-    return f"data: {json.dumps({**base, 'choices': [choice]})}\n\ndata: [DONE]\n\n".encode()
+    seen = [c for doc in docs for c in doc.get("choices") or () if isinstance(c, dict)]
+    is_over = {c.get("index") for c in seen if c.get("finish_reason")}
+    indexes = {c.get("index", 0) for c in seen} - is_over or {0}
+    ends = [{"index": n, **empty, "finish_reason": "length"} for n in sorted(indexes)]
+    parts = [f"data: {json.dumps({**base, 'choices': [end]})}\n\n" for end in ends]
+    return "".join([*parts, "data: [DONE]\n\n"]).encode()
 
 
 def error_body(error: ProxyError, dialect: str, trace: str) -> bytes:
@@ -2855,7 +2872,13 @@ class Price:
     def cost(self, usage: Usage) -> int:
         fresh = max(0, usage.prompt - usage.cached - usage.written)
         cost = fresh * self.prompt + usage.cached * self.cached + usage.written * self.written
-        return math.ceil(cost + usage.completion * self.completion - 1e-6)
+        return min(math.ceil(cost + usage.completion * self.completion - 1e-6), 2**50)
+
+    def worst(self, prompt_tokens: int, output_tokens: int) -> int:
+        """The most that a call can cost: all of its prompt may be written to a cache."""
+        dearest = max(self.prompt, self.written)
+        cost = prompt_tokens * dearest + output_tokens * self.completion
+        return min(math.ceil(cost), 2**50)
 
 
 class Prices:
@@ -2901,7 +2924,7 @@ def _listed_price(entry: Mapping[str, Any]) -> Price | None:
 
     def micros(name: str, default: float | None = None) -> float | None:
         value = entry.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
             return default
         return value * 1e6
 
@@ -2981,6 +3004,7 @@ class Stake:
     def settle(self, cost_micros: int = 0, tokens: int = 0) -> None:
         wanted, self._wanted = self._wanted, []
         for budget, amount in wanted:
+            budget.roll(self._budgets.now())  # it counts on the day on which it ends
             budget.reserved -= amount
             budget.spent += tokens if budget.soft else cost_micros
         if wanted:
@@ -2997,10 +3021,10 @@ class Budgets:
     """Every budget, and the calls that wait for the reservations of others to settle."""
 
     def __init__(self, settings: Settings, now: Clock = time.time) -> None:
-        self._now = now
+        self.now = now
         self._waiting: list[_Saver] = []
         self._tasks: Memo[Budget] = Memo(
-            lambda key: Budget(f"task {key[1]}", 0, soft=True), lambda task: not task.reserved
+            lambda key: Budget(f"task {key[1]}", 0, soft=True), lambda task: not task.limit
         )
         self.of_all = _budgets("the budget", settings.budget, settings.budget_month)
         self.of_client = {
@@ -3015,7 +3039,7 @@ class Budgets:
     def of(self, client: str) -> list[Budget]:
         found = [*self.of_all, *self.of_client.get(client, ())]
         for budget in found:
-            budget.roll(self._now())
+            budget.roll(self.now())
         return found
 
     def task(self, client: str, name: str) -> Budget:
@@ -3029,26 +3053,30 @@ class Budgets:
                 of others did not settle in time.
         """
         self._check(wanted)
-        if all(budget.fits(amount) for budget, amount in wanted):
+        mine = {id(budget) for budget, _ in wanted}
+        is_first = not any(id(b) in mine for saver in self._waiting for b, _ in saver.wanted)
+        if is_first and all(budget.fits(amount) for budget, amount in wanted):
             return Stake(self, wanted)
         saver = _Saver(wanted, asyncio.get_running_loop().create_future())
         self._waiting.append(saver)
         try:
             async with asyncio.timeout(timeout_s):
                 return await saver.future
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
+            future = saver.future
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().settle()  # granted in the same moment
+            if isinstance(error, asyncio.CancelledError):
+                raise
             why = "other calls hold what is left of the budget (--queue-timeout)"
             raise ProxyError("queue_timeout", why, retry_after_s=1) from None
         finally:
             if saver in self._waiting:
                 self._waiting.remove(saver)
-            elif saver.future.done() and not saver.future.cancelled():
-                task = asyncio.current_task()  # granted, and cancelled before it could tell
-                if task is not None and task.cancelling() and not saver.future.exception():
-                    saver.future.result().settle()
 
     def changed(self) -> None:
         """Somebody has settled: let those go on who fit now, in order, or never will."""
+        blocked: set[int] = set()  # budgets for which somebody waits who came before
         for saver in list(self._waiting):
             if saver.future.done():
                 continue
@@ -3056,19 +3084,23 @@ class Budgets:
                 self._check(saver.wanted)
             except ProxyError as error:
                 saver.future.set_exception(error)
+                continue
+            mine = {id(budget) for budget, _ in saver.wanted}
+            if not mine & blocked and all(b.fits(amount) for b, amount in saver.wanted):
+                saver.future.set_result(Stake(self, saver.wanted))
             else:
-                if all(budget.fits(amount) for budget, amount in saver.wanted):
-                    saver.future.set_result(Stake(self, saver.wanted))
+                blocked |= mine
         self._waiting = [saver for saver in self._waiting if not saver.future.done()]
 
     def _check(self, wanted: list[tuple[Budget, int]]) -> None:
         for budget, amount in wanted:
+            budget.roll(self.now())
             if budget.is_spent(amount):
                 left = max(0, budget.limit - budget.spent)
                 unit = "tokens are" if budget.soft else "micro-dollars are"
                 text = f"{left} {unit}" if budget.soft else f"{left / 1e6:.6f} USD is"
                 why = f"{budget.name}: {text} left of the {budget.window or 'task'}'s budget"
-                now, window = self._now(), budget.window
+                now, window = self.now(), budget.window
                 wait_s = period_end(now, window) - now if window else None
                 why += ", the call may need more"
                 raise ProxyError("budget_exceeded", why, retry_after_s=wait_s)
@@ -3095,7 +3127,7 @@ COLUMNS = (
 # What each version adds to the file; PRAGMA user_version counts them.
 MIGRATIONS = (
     """
-    CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER, began_unix REAL);
+    CREATE TABLE runs (id INTEGER PRIMARY KEY, pid INTEGER, seen_unix REAL);
     CREATE TABLE calls (
         id INTEGER PRIMARY KEY, time_unix REAL, trace TEXT, request_id TEXT, shared TEXT,
         client TEXT, task TEXT, method TEXT, path TEXT, model TEXT, upstream TEXT, fallback TEXT,
@@ -3111,15 +3143,21 @@ MIGRATIONS = (
     CREATE INDEX calls_task ON calls (client, task) WHERE task != '';
     CREATE INDEX calls_open ON calls (state) WHERE state = 'open';
     CREATE TABLE bodies (id INTEGER PRIMARY KEY, request TEXT, answer TEXT);
-    CREATE TABLE tasks (client TEXT, task TEXT, tokens INTEGER, PRIMARY KEY (client, task));
+    CREATE TABLE tasks (
+        client TEXT, task TEXT, tokens INTEGER, began_unix REAL, PRIMARY KEY (client, task)
+    );
     """,
 )
 _PUT = {
     "calls": f"INSERT OR REPLACE INTO calls ({', '.join(COLUMNS)}) "
     f"VALUES ({', '.join('?' * len(COLUMNS))})",
     "bodies": "INSERT OR REPLACE INTO bodies VALUES (?, ?, ?)",
-    "tasks": "INSERT OR REPLACE INTO tasks VALUES (?, ?, ?)",
+    "tasks": "INSERT OR IGNORE INTO tasks VALUES (?, ?, ?, ?)",
 }
+
+
+# What SQLite's binding says of values that it cannot hold.
+UNSTORABLE = (UnicodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 
 
 class Ledger:
@@ -3138,7 +3176,9 @@ class Ledger:
         self._retention_days, self._now = retention_days, now
         self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...], Any]] = queue.SimpleQueue()
         self._held: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=self.MOST_HELD)
-        self._next_id = 0
+        self._run = random.getrandbits(31)  # which process wrote a row: the upper half of its id
+        self._next_id = self._run << 32
+        self._seen_unix = 0.0
         self._db: sqlite3.Connection | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -3160,6 +3200,8 @@ class Ledger:
         self._queue.put(("", (), None))
         if self._thread is not None:
             self._thread.join(5.0)
+            if self._thread.is_alive() or self._held:
+                log.error("ledger: %s rows could not be written", len(self._held) or "the last")
 
     def new_id(self) -> int:
         self._next_id += 1
@@ -3172,26 +3214,36 @@ class Ledger:
         """Done when the row is committed, or cannot be."""
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
-        self._queue.put((table, row, future))
+        if self.trouble:  # known already: nobody waits for it
+            future.set_result(None)
+        self._queue.put((table, row, None if self.trouble else future))
         return future
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        umask = os.umask(0o077)  # also for the -wal and -shm beside it
         try:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
-            migrate(db)
-            settle_lost(db)
-            began = (os.getpid(), self._now())
-            run_id = db.execute("INSERT INTO runs (pid, began_unix) VALUES (?, ?)", began).lastrowid
-        except BaseException:
-            db.close()
-            raise
-        self._db, self._next_id = db, max(self._next_id, (run_id or 0) << 32)
-        self._inode = self.path.stat().st_ino
-        with contextlib.suppress(OSError):
-            self.path.chmod(0o600)
+            db = sqlite3.connect(
+                self.path, timeout=1.0, isolation_level=None, check_same_thread=False
+            )
+            try:
+                db.execute("PRAGMA journal_mode = WAL")
+                db.execute("PRAGMA synchronous = NORMAL")
+                migrate(db)
+                settle_lost(db, self._now())
+                self._is_alive(db)
+            except BaseException:
+                db.close()
+                raise
+        finally:
+            os.umask(umask)
+        self._db, self._inode = db, self.path.stat().st_ino
+
+    def _is_alive(self, db: sqlite3.Connection) -> None:
+        """Tell other processes that this one's open rows are not lost."""
+        self._seen_unix = self._now()
+        row = (self._run, os.getpid(), self._seen_unix)
+        db.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?)", row)
 
     def _work(self) -> None:
         is_open = True
@@ -3200,12 +3252,7 @@ class Ledger:
             is_open = all(table for table, _, _ in batch)
             rows = [(table, row) for table, row, _ in batch if table]
             if rows or self._held:
-                try:
-                    self._write(rows)
-                except Exception as error:  # a row that cannot be stored shall not stop the rest
-                    self.lost_rows += len(self._held)
-                    self._held.clear()
-                    log.error("ledger: rows are lost: %s", fault_lines(error))
+                self._write(rows)
             futures = [future for _, _, future in batch if future is not None]
             if futures and self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -3234,8 +3281,7 @@ class Ledger:
             db = cast(sqlite3.Connection, self._db)
             db.execute("BEGIN IMMEDIATE")
             try:
-                for table, group in itertools.groupby(self._held, key=lambda item: item[0]):
-                    db.executemany(_PUT[table], [row for _, row in group])
+                self._put_all(db)
                 db.execute("COMMIT")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
@@ -3243,11 +3289,27 @@ class Ledger:
                 raise
         except (OSError, sqlite3.Error) as error:
             self._in_trouble(error)
+            for item in [item for item in self._held if item[0] == "bodies"]:
+                self._held.remove(item)  # too large to be held back
             return
         self._held.clear()
         if self.trouble:
             log.warning("ledger: %s is written again", self.path)
             self.trouble = ""
+
+    def _put_all(self, db: sqlite3.Connection) -> None:
+        if self._now() - self._seen_unix > 60:
+            self._is_alive(db)
+        try:
+            for table, group in itertools.groupby(self._held, key=lambda item: item[0]):
+                db.executemany(_PUT[table], [row for _, row in group])
+        except UNSTORABLE:
+            for table, row in self._held:
+                try:
+                    db.execute(_PUT[table], row)
+                except UNSTORABLE as error:  # it shall not take the others with it
+                    self.lost_rows += 1
+                    log.error("ledger: a row cannot be stored: %s", fault_lines(error))
 
     def _is_gone(self) -> bool:
         """Whether the file was taken away: SQLite would go on writing where nobody reads."""
@@ -3269,7 +3331,8 @@ class Ledger:
             return
         with contextlib.suppress(sqlite3.Error):
             old = "SELECT id FROM calls WHERE time_unix < ? LIMIT 1000"  # nobody waits long for it
-            values = (now - days * 86400,)
+            values = (min(now - days * 86400, period_start(now, "month")),)  # budgets need these
+            self._db.execute("DELETE FROM tasks WHERE began_unix < ?", values)
             self._db.execute(f"DELETE FROM bodies WHERE id IN ({old})", values)
             found = self._db.execute(f"DELETE FROM calls WHERE id IN ({old})", values)
             if found.rowcount < 1000:
@@ -3281,7 +3344,8 @@ class Ledger:
         try:
             with contextlib.closing(open_ledger(self.path)) as db:
                 return [dict(row) for row in db.execute(sql, tuple(values))]
-        except (OSError, sqlite3.Error):
+        except (OSError, sqlite3.Error) as error:
+            log.warning("ledger: %s cannot be read: %s", self.path, error)
             return []
 
 
@@ -3299,14 +3363,17 @@ def migrate(db: sqlite3.Connection) -> None:
         db.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
 
 
-def settle_lost(db: sqlite3.Connection) -> None:
-    """Calls that were with an upstream when their process ended count as spent, as reserved."""
+def settle_lost(db: sqlite3.Connection, now_unix: float) -> None:
+    """Calls that were with an upstream when their process ended count as spent, as reserved.
+
+    A process lives while its number does and it was seen of late: numbers are used again.
+    """
     open_runs = db.execute(
-        "SELECT DISTINCT runs.id, pid FROM calls JOIN runs ON runs.id = calls.id >> 32 "
-        "WHERE state = 'open'"
+        "SELECT DISTINCT calls.id >> 32, pid, seen_unix FROM calls "
+        "LEFT JOIN runs ON runs.id = calls.id >> 32 WHERE state = 'open'"
     )
-    for run_id, pid in open_runs.fetchall():
-        if not is_running(pid):
+    for run_id, pid, seen_unix in open_runs.fetchall():
+        if pid is None or not is_running(pid) or now_unix - seen_unix > 300:
             db.execute(
                 "UPDATE calls SET state = 'lost', cost_micros = reserved_micros, "
                 "tokens_estimated = 1 WHERE state = 'open' AND id >> 32 = ?", (run_id,)
@@ -3380,7 +3447,9 @@ def shown_row(row: dict[str, Any]) -> dict[str, Any]:
         shown[name] = round(shown[name] or 0.0, 1)
     for name in ("stream", "tokens_estimated"):
         shown[name] = bool(row[name])
-    shown["steps"] = json.loads(row["steps"]) if row["steps"] else []
+    shown["steps"] = []
+    with contextlib.suppress(ValueError, TypeError):
+        shown["steps"] = json.loads(row["steps"] or "[]")
     return shown
 
 
@@ -3919,6 +3988,8 @@ class Upstream:
         try:
             if begun := events.feed(begun) if events else begun:
                 flight.push(self.hide(begun))
+                if flight.meter is not None:
+                    flight.meter.is_over(begun)
             await self._rest(flight, response, events, watchdog)
         except (aiohttp.ClientError, OSError):
             if not self._is_whole(flight, head):  # else only the last chunk was missing
@@ -4168,7 +4239,9 @@ class Call:
     id = 0  # of its row in the ledger
     task = request_id = shared = ""
     task_budget = 0
-    attempts = cost_micros = reserved_micros = saved_micros = metered_tokens = 0
+    attempts = cost_micros = reserved_micros = saved_micros = 0
+    due_micros = due_tokens = metered_tokens = 0  # used, and not settled yet
+    expected = NO_USAGE  # what an open row says, in case that it is lost
     steps: tuple[dict[str, Any], ...] = ()
     is_recorded = False
     timing = NO_TIME
@@ -4385,29 +4458,46 @@ class Books:
         self.ledger: Ledger | None = None
         if settings.state != "none":
             self.ledger = Ledger(state_path(settings.state), lambda: settings.retention, now)
+        self.is_read = True  # what was spent before
         # Nothing has a price, a budget or a row: then a call does not pay for the asking either.
         self.is_plain = self.ledger is None and self.budgets.is_empty and self.prices.is_empty
 
     def start(self) -> None:
-        if self.ledger is None:
-            return
-        self.ledger.start()
-        for window in ("day", "month"):
-            began = period_start(self._now(), window)
-            rows = self.ledger.read(
-                f"SELECT client, {SPENT} AS spent FROM calls WHERE time_unix >= ? GROUP BY client",
-                (began,),
-            )
-            by_client = {row["client"]: row["spent"] for row in rows}
-            if window == "day":
-                self.today.roll(self._now())
-                self.today.spent = sum(by_client.values())
-            for client, budgets in [("", self.budgets.of_all), *self.budgets.of_client.items()]:
-                for budget in budgets:
-                    if budget.window == window:
-                        budget.roll(self._now())
-                        spent = by_client.get(client, 0) if client else sum(by_client.values())
-                        budget.spent = spent
+        if self.ledger is not None:
+            self.ledger.start()
+            self._load()
+
+    def _load(self) -> None:
+        """Take up what was spent in an earlier life; the calls since then count as well."""
+        assert self.ledger is not None
+        self.is_read = False
+        try:
+            with contextlib.closing(open_ledger(self.ledger.path)) as db:
+                for window in ("day", "month"):
+                    began = (period_start(self._now(), window),)
+                    sql = f"SELECT client, {SPENT} FROM calls WHERE time_unix >= ? GROUP BY client"
+                    self._take_up(window, dict(db.execute(sql, began).fetchall()))
+                tasks = db.execute(
+                    "SELECT client, task, tokens, (SELECT coalesce(sum(tokens_in + tokens_out), 0)"
+                    " FROM calls WHERE calls.client = tasks.client AND calls.task = tasks.task"
+                    " AND calls.task != '' AND fate IN ('miss', 'bypass')) FROM tasks"
+                )
+                for client, name, limit, spent in tasks:
+                    task = self.budgets.task(client, name)
+                    task.limit, task.spent = limit, spent
+            self.is_read = True
+        except (OSError, sqlite3.Error) as error:
+            log.warning("ledger: what was spent cannot be read: %s", printable(str(error)))
+
+    def _take_up(self, window: str, by_client: dict[str, int]) -> None:
+        total = sum(by_client.values())
+        if window == "day":
+            self.today.roll(self._now())
+            self.today.spent = total
+        for client, budgets in [("", self.budgets.of_all), *self.budgets.of_client.items()]:
+            for budget in [budget for budget in budgets if budget.window == window]:
+                budget.roll(self._now())
+                budget.spent = by_client.get(client, 0) if client else total
 
     def close(self) -> None:
         if self.ledger is not None:
@@ -4421,7 +4511,7 @@ class Books:
         output = 0
         if call.route is None or call.route.writes:
             output = (call.max_tokens or price.most_output_tokens) * copies(call.doc)
-        return price.cost(Usage(prompt_tokens, 0, output))
+        return price.worst(prompt_tokens, output)
 
     async def reserve(
         self, call: Call, model: str, prompt_tokens: int, expected: int
@@ -4432,6 +4522,7 @@ class Books:
             ProxyError: budget_exceeded, ledger_unavailable, queue_timeout; nothing is reserved.
         """
         worst = self.worst_micros(call, model, prompt_tokens)
+        call.expected = Usage(prompt_tokens, 0, call.max_tokens or 0, is_estimated=True)
         call.reserved_micros = worst or 0
         wanted: list[tuple[Budget, int]] = []
         if not self.budgets.is_empty:
@@ -4441,31 +4532,37 @@ class Books:
             mend = f"set one: --price '{printable(model) or '*'}=IN/OUT'"
             why = f"there is a budget and {what} has no price; {mend}"
             raise ProxyError("budget_exceeded", why)
-        if wanted and self.ledger is not None and self.ledger.trouble:
-            why = f"there is a budget and the ledger cannot be written: {self.ledger.trouble}"
-            raise ProxyError("ledger_unavailable", why, retry_after_s=10)
-        if call.task and (task := await self._task(call)) is not None:
+        if wanted:
+            self._check_ledger()
+        if call.task and (task := self._task(call)) is not None:
             wanted.append((task, 0 if call.is_stream else expected))
         if not wanted:
             return None
         return await self.budgets.reserve(wanted, self.settings.queue_timeout)
 
-    async def _task(self, call: Call) -> Budget | None:
-        """The task's budget, with what it spent in an earlier life of the daemon."""
+    def may_cut(self, call: Call) -> bool:
+        """Whether the call's task has a budget, or will have one by this call."""
+        return bool(call.task_budget or self.budgets.task(call.client, call.task).limit)
+
+    def _check_ledger(self) -> None:
+        """No blind spending: under a budget the ledger has to be read and written."""
+        if self.ledger is None:
+            return
+        if not self.is_read and not self.ledger.trouble:
+            self._load()
+        if self.ledger.trouble or not self.is_read:
+            trouble = self.ledger.trouble or "it cannot be read"
+            why = f"there is a budget and the ledger cannot be written: {trouble}"
+            raise ProxyError("ledger_unavailable", why, retry_after_s=10)
+
+    def _task(self, call: Call) -> Budget | None:
+        """The budget of the call's task, which its first call named; None where it has none."""
         task = self.budgets.task(call.client, call.task)
-        if not task.limit and self.ledger is not None:
-            loop, who = asyncio.get_running_loop(), (call.client, call.task)
-            sql = "SELECT tokens FROM tasks WHERE client = ? AND task = ?"
-            known = await loop.run_in_executor(None, self.ledger.read, sql, who)
-            sql = "SELECT coalesce(sum(tokens_in + tokens_out), 0) AS spent FROM calls "
-            sql += "WHERE client = ? AND task = ? AND fate IN ('miss', 'bypass')"
-            spent = await loop.run_in_executor(None, self.ledger.read, sql, who)
-            if known and not task.limit:
-                task.limit, task.spent = known[0]["tokens"], spent[0]["spent"] if spent else 0
         if not task.limit and call.task_budget:
             task.limit = call.task_budget
             if self.ledger is not None:
-                self.ledger.put("tasks", (call.client, call.task, call.task_budget))
+                row = (call.client, call.task, call.task_budget, self._now())
+                self.ledger.put("tasks", row)
         return task if task.limit else None
 
     async def stand(self, call: Call, state: str = "open") -> None:
@@ -4474,6 +4571,8 @@ class Books:
             call.id = call.id or self.ledger.new_id()
             call.is_recorded = state == "done"
             await self.ledger.put_now("calls", self._row(call, state))
+            if call.reserved_micros and not self.budgets.is_empty:
+                self._check_ledger()
 
     def ended(self, call: Call) -> None:
         """A call is over: its row is replaced by the whole one."""
@@ -4488,29 +4587,37 @@ class Books:
             texts = (struck(body.decode("utf-8", "replace")) for body in (request, answer))
             self.ledger.put("bodies", (call.id, *texts))
 
-    def settle(self, call: Call, usage: Usage, model: str, stake: Stake | None) -> None:
-        """Count what an upstream used, once."""
+    def settle(self, call: Call, usage: Usage, model: str) -> None:
+        """Count what an upstream used for a call; its stake is settled when it lands."""
         self.counters.spent(usage)
         price = self.prices.of(model)
         tokens = usage.prompt + usage.completion
+        call.due_tokens += tokens
         if price is None:
             self.counters.unpriced_tokens += tokens
         else:
-            call.cost_micros = price.cost(usage)
+            cost = price.cost(usage)
+            call.cost_micros += cost
+            call.due_micros += cost
             self.today.roll(self._now())
-            self.today.spent += call.cost_micros
-        if stake is not None:
-            stake.settle(call.cost_micros, max(0, tokens - call.metered_tokens))
+            self.today.spent += cost
 
-    def save(self, call: Call) -> None:
+    def unstake(self, call: Call, stake: Stake | None) -> None:
+        """Settle what was reserved on what was used since; nothing used gives all back."""
+        due_micros, due_tokens = call.due_micros, call.due_tokens - call.metered_tokens
+        call.due_micros = call.due_tokens = call.metered_tokens = 0
+        if stake is not None:
+            stake.settle(due_micros, due_tokens)
+
+    def save(self, call: Call, model: str) -> None:
         """Count what a call that cost nothing would have cost."""
-        price = self.prices.of(call.model)
+        price = self.prices.of(model)
         if price is not None:
             call.saved_micros = price.cost(call.usage)
             self.counters.saved_micros += call.saved_micros
 
     def _row(self, call: Call, state: str) -> tuple[Any, ...]:
-        timing, usage = call.timing, call.usage
+        timing, usage = call.timing, call.usage if state != "open" else call.expected
         total_s = call.elapsed_s or time.monotonic() - call.started_at
         return (
             call.id, call.began_unix, struck(call.trace), struck(call.request_id), call.shared,
@@ -4669,6 +4776,7 @@ class Upload:
     def __init__(self, request: web.BaseRequest, limit_bytes: int) -> None:
         self._request, self._limit_bytes = request, limit_bytes
         self.error: ProxyError | None = None
+        self.sent_bytes = 0
 
     def expect(self, call: Call) -> None:
         """Refuse what is announced as too large, else ask for the body (RFC 9110 10.1.1)."""
@@ -4705,7 +4813,6 @@ class Upload:
 
     async def chunks(self, watchdog: Watchdog) -> AsyncIterator[bytes]:
         """The body as it comes. The caller's silence is not the upstream's."""
-        sent_bytes = 0
         content = self._request.content
         while not content.at_eof():
             watchdog.pause()
@@ -4717,8 +4824,8 @@ class Upload:
                 raise ConnectionAbortedError from None
             finally:
                 watchdog.resume()
-            sent_bytes += len(chunk)
-            if sent_bytes > self._limit_bytes:
+            self.sent_bytes += len(chunk)
+            if self.sent_bytes > self._limit_bytes:
                 self.error = too_large(self._limit_bytes)
                 raise ConnectionAbortedError
             yield chunk
@@ -4905,7 +5012,7 @@ class Sender:
             flight.permit = choice.upstream.gate.enter_now(choice.demand)
             if flight.permit is None:
                 flight.permit = await self.enter(choice, flight.timing)
-            if self.books.ledger is not None and not call.id:
+            if self.books.ledger is not None and (not call.id or choice.name):
                 await self.books.stand(call)
         return await self._attempts(flight, choice)
 
@@ -4949,15 +5056,13 @@ class Sender:
         if task is not None and call.is_stream:
             flight.meter = Meter(task, demand.prompt_tokens)
 
-    @staticmethod
-    def _unstake(flight: Flight) -> None:
-        """Give back what was reserved of the budgets, where nothing was settled."""
-        if flight.meter is not None and flight.stake is not None and flight.stake.is_open:
-            flight.meter.task.spent -= flight.meter.tokens
-        flight.meter = None
-        if flight.stake is not None:
-            flight.stake.settle()
-        flight.stake = None
+    def _unstake(self, flight: Flight) -> None:
+        """Settle the budgets on what was used since they were asked."""
+        call, meter, flight.meter = flight.leader, flight.meter, None
+        if meter is not None:
+            call.metered_tokens = meter.tokens
+        stake, flight.stake = flight.stake, None
+        self.books.unstake(call, stake)
 
     @staticmethod
     def _uncount(flight: Flight, choice: Choice) -> None:
@@ -5031,8 +5136,9 @@ class Sender:
             if failure is not None:
                 flight.outcome = str(failure.status or failure.error.code)
                 timing.upstream_s = self.clock() - sent_at
-                if permit is not None and failure.is_paid:
-                    permit.settle(choice.demand.prompt_tokens, 0)
+                if failure.is_paid:  # what it has read is used, whatever came of it
+                    usage = Usage(choice.demand.prompt_tokens, is_estimated=True)
+                    self.settle(flight.leader, usage, choice, permit)
             return failure
         except ProxyError as error:  # broke off in mid-stream
             flight.outcome = error.code
@@ -5041,7 +5147,7 @@ class Sender:
         except asyncio.CancelledError:  # the upstream has read the prompt, and bills it
             if flight.head is None:
                 usage = Usage(choice.demand.prompt_tokens, is_estimated=True)
-                self.settle(flight.leader, usage, choice, flight.stake, permit, flight.reserved)
+                self.settle(flight.leader, usage, choice, permit, flight.reserved)
                 flight.usage = usage
             raise
         finally:
@@ -5227,14 +5333,17 @@ class Sender:
         if usage is None:
             written = plain.count(b"data:") if head.is_stream else len(plain) // 4
             usage = Usage(choice.demand.prompt_tokens, 0, written, is_estimated=True)
+        elif head.is_stream and not flight.is_complete:  # cut: the last count is missing
+            written = plain.count(b"\ndata:") - plain.count(b'"type":"message_')
+            if written > usage.completion:
+                usage.completion, usage.is_estimated = written, True
         else:
             choice.learned.teach(call.size, usage, self.clock() - flight.sent_at)
         if flight.meter is not None:
             if flight.meter.is_cut:
                 prompt, output = flight.meter.prompt_tokens, flight.meter.output_tokens
                 usage = Usage(prompt, 0, output, is_estimated=True)
-            call.metered_tokens = flight.meter.tokens
-        self.settle(call, usage, choice, flight.stake, flight.permit, flight.reserved)
+        self.settle(call, usage, choice, flight.permit, flight.reserved)
         if self.settings.log_bodies == "on":
             self.books.bodies(call, call.body, plain)
         flight.usage = usage
@@ -5249,15 +5358,11 @@ class Sender:
             self.flights.keep(flight.key, kept, self.settings.cache_bytes)
 
     def settle(
-        self, call: Call, usage: Usage, choice: Choice, stake: Stake | None,
-        *held: Permit | Reservation | None,
-    ) -> None:  # fmt: skip
+        self, call: Call, usage: Usage, choice: Choice, *held: Permit | Reservation | None
+    ) -> None:
         """What a call really used, to all who had reserved for it."""
-        if self.books.is_plain and stake is None:
-            self.counters.spent(usage)
-            self.counters.unpriced_tokens += usage.prompt + usage.completion
-        else:
-            self.books.settle(call, usage, choice.model, stake)
+        if call.route is None or not call.route.is_free:
+            self.books.settle(call, usage, choice.model)
         for permit in held:
             if permit is not None:
                 permit.settle(usage.prompt, usage.completion)
@@ -5316,7 +5421,7 @@ class Relay:
         finally:
             if call.fate == "joined":
                 call.usage = flight.usage
-                self.books.save(call)
+                self.books.save(call, flight.choice.model if flight.choice else call.model)
             flight.leave()
             self._abandon(flight)
 
@@ -5433,11 +5538,12 @@ class Relay:
         """Answer from what is kept."""
         call.fate, call.status, call.model = fate, 200, kept.model
         call.upstream, call.usage, call.fallback = kept.upstream, Usage(*kept.tokens), ""
+        head = kept.head()
         if not self.books.is_plain:
-            self.books.save(call)
+            self.books.save(call, call.model)
+            call.request_id = head.headers.get("x-request-id", call.trace)
             if not call.id:
                 await self.books.stand(call, "done")
-        head = kept.head()
         is_stream = call.is_stream = head.is_stream
         reply = self.reply(call, head, None if is_stream else kept.body, age_s)
         await reply.prepare(request)
@@ -5477,6 +5583,8 @@ class Relay:
         if "x-request-id" not in headers:
             headers["x-request-id"] = headers.get("request-id", call.trace)
         call.request_id = headers["x-request-id"]
+        if call.request_id in call.credential:
+            call.request_id = "***"
         headers.add("Server-Timing", server_timing(call.timing))
         if call.origin is not None:
             for name in [n for n in headers if CORS.fullmatch(n)]:
@@ -5544,6 +5652,7 @@ class Passage:
         self._reserved: Reservation | None = None
         self._stake: Stake | None = None
         self._attempt: Attempt | None = None
+        self._is_unsettled = False  # the upstream may have done the work
 
     async def run(self) -> web.StreamResponse:
         call, sender = self._call, self._sender
@@ -5571,18 +5680,16 @@ class Passage:
             self._attempt = choice.circuit.admit()
             return await self._send(choice)
         finally:
-            requests = int(self._attempt is not None)
+            requests = call.attempts = int(self._attempt is not None)
+            if self._is_unsettled:  # broken off, or its caller left: unknown is not free
+                self._settle(choice, None)
             if self._attempt is not None:
                 self._attempt.neutral()
             if self._permit is not None:
-                if call.status and call.status < 300:  # its usage is unknown, or its caller left
-                    self._permit.settle(choice.demand.prompt_tokens, 0)
                 self._permit.leave(requests=requests)
             if self._reserved is not None:
                 self._reserved.settle(requests=requests)
-            if self._stake is not None:
-                self._stake.settle()
-            call.attempts = requests
+            sender.books.unstake(call, self._stake)
 
     async def _send(self, choice: Choice) -> web.StreamResponse:
         call, sender, upload = self._call, self._sender, self._upload
@@ -5618,7 +5725,12 @@ class Passage:
             if "content-length" in call.low:
                 plan.headers["Content-Length"] = call.low["content-length"]
             body = self._upload.chunks(watchdog)
-        response = await choice.upstream.open(call.method, plan.raw_path, plan.headers, body)
+        self._is_unsettled = self._permit is not None
+        try:
+            response = await choice.upstream.open(call.method, plan.raw_path, plan.headers, body)
+        except aiohttp.ClientConnectorError:
+            self._is_unsettled = False
+            raise
         try:
             call.timing.upstream_s = sender.clock() - sent_at
             call.status = response.status
@@ -5650,16 +5762,22 @@ class Passage:
 
     def _record(self, choice: Choice, head: Head, first: bytes, tail: bytes) -> None:
         assert self._attempt is not None
-        call, sender = self._call, self._sender
+        sender = self._sender
         sender.record(self._attempt, judge(head, first, time.time()), self._permit)
         if head.status >= 300:
+            self._is_unsettled = False
             return
-        usage = read_usage(decoded(tail, head.headers), head.is_stream)
-        if usage is None:  # unknown is not free
+        self._settle(choice, read_usage(decoded(tail, head.headers), head.is_stream))
+
+    def _settle(self, choice: Choice, usage: Usage | None) -> None:
+        """What the call used; where nobody says it, what was reserved."""
+        call, self._is_unsettled = self._call, False
+        if usage is None:
+            prompt_tokens = max(call.expected.prompt, self._upload.sent_bytes // 3)
             output = OUTPUT_TOKENS_ABSENT if self._stake is not None else 0
-            usage = Usage(choice.demand.prompt_tokens, 0, output, is_estimated=True)
+            usage = Usage(prompt_tokens, 0, output, is_estimated=True)
         call.usage = usage
-        sender.settle(call, usage, choice, self._stake, self._permit, self._reserved)
+        self._sender.settle(call, usage, choice, self._permit, self._reserved)
 
     async def _models(self) -> web.StreamResponse:
         """The models of all upstreams that are alive, each once, in the file's order."""
@@ -5736,6 +5854,7 @@ class Admin:
             raise ProxyError("not_found", "there is no ledger (--state none)")
         try:
             sql, values = calls_query(query, name.removeprefix("trace/") if "/" in name else None)
+            values[-1] = min(values[-1], 1000)
         except ValueError as error:
             raise ProxyError("invalid_request", str(error)) from None
         loop = asyncio.get_running_loop()
@@ -5922,7 +6041,9 @@ class Gateway:
             why = f"{name} wants one of {', '.join(allowed)}, got {printable(value)}"
             raise ProxyError("invalid_header", why)
         if name == "x-llmproxy-task":
-            call.task = value[:200]
+            name = value[:200]  # one that looks like a key is known by its hash
+            digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+            call.task = name if struck(name) == name else f"task-{digest[:12]}"
         elif name == "x-llmproxy-task-budget":
             try:
                 call.task_budget = parse_count(value)
@@ -5971,7 +6092,7 @@ class Gateway:
         if settings.share == "all":
             credential, raw_path = "", without_keys(raw_path)
         changing = [get(name, "") for name in ANSWER_CHANGING]
-        if call.task and call.task_budget:  # its stream may be cut, nobody else's
+        if call.task and self.books.may_cut(call):  # its stream, and nobody else's
             credential += f"\0task {call.task}"
         scope = "\0".join([credential, raw_path, *changing]).encode("utf-8", "surrogateescape")
         alias = hashlib.sha256(scope + b"\0raw\0" + call.body).digest()
@@ -6440,13 +6561,15 @@ def _upstreams(status: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
-    table.add_column("upstream", no_wrap=True, ratio=1, overflow="ellipsis")
-    table.add_column("limit", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+    table.add_column("upstream", no_wrap=True, ratio=3, overflow="ellipsis")
+    table.add_column("limit", no_wrap=True, ratio=3, overflow="ellipsis")
+    table.add_column("state", no_wrap=True, ratio=1, overflow="ellipsis", min_width=10)
     for upstream in status["upstreams"]:
-        limit = f"{upstream['concurrency']} calls, {_short(upstream['inflight_tokens'])} tok"
+        limit = f"{upstream['running']}/{upstream['concurrency']} calls, "
+        limit += f"{_short(upstream['inflight_tokens'])} tok"
         style = {"up": "green", "unknown": "dim"}.get(upstream["state"], "bold red")
-        name = upstream["url"] + (f" {upstream['model']}" if upstream["model"] else "")
+        name = "" if upstream["name"] in upstream["url"] else f"{upstream['name']} "
+        name += upstream["url"] + (f" {upstream['model']}" if upstream["model"] else "")
         table.add_row(Text(name), limit + _limits_used(upstream), Text(upstream["state"], style))
         for key in upstream["keys"]:
             style = "green" if key["state"] == "ok" else "bold red"
@@ -6965,6 +7088,7 @@ def _cmd_demo(args: argparse.Namespace) -> int:
 
 def _cmd_check(args: argparse.Namespace) -> int:
     settings = _settings_of(args)
+    Prices(settings)
     file = Path(args.config) if args.config else default_config_path(os.environ)
     print(f"{file}: " + ("fine" if file.exists() else "not there, defaults hold"))
     print(f"would proxy {settings.upstream} on http://{settings.host}:{settings.port}")
@@ -7094,7 +7218,8 @@ def _cmd_trace(args: argparse.Namespace) -> int:
     if args.json or args.csv:
         _print_rows(args, rows, rows[0])
     else:
-        print("\n\n".join("\n".join(timeline(row)) for row in reversed(rows)))
+        for row in reversed(rows):
+            print("\n".join(printable(line, 500) for line in timeline(row)))
     return 0
 
 
@@ -7142,8 +7267,8 @@ def _cmd_spend(args: argparse.Namespace) -> int:
         most = max((row[measure] for row in rows), default=0) or 1
         for row in rows:
             row["name"] = row["name"] or "-"
-            row[measure.removesuffix("_usd")] = "█" * math.ceil(24 * row[measure] / most)
-        names.append(measure.removesuffix("_usd"))
+            row[""] = "█" * math.ceil(24 * row[measure] / most)
+        names.append("")
     _print_rows(args, rows, names)
     return 0
 
@@ -7156,6 +7281,11 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
 
 def _cmd_key(args: argparse.Namespace) -> int:
     path = Path(args.config) if args.config else default_config_path(os.environ)
+    with only_one(path):
+        return _change_keys(args, path)
+
+
+def _change_keys(args: argparse.Namespace, path: Path) -> int:
     text = _text_of(path)
     clients = load_settings({}, {}, path).clients if text else []
     if args.verb == "list":
@@ -7173,11 +7303,28 @@ def _cmd_key(args: argparse.Namespace) -> int:
         print(f"revoked {args.name} in {path}; restart the daemon")
         return 0
     key = f"llmp-{secrets.token_urlsafe(32)}"
-    table = {"client": {args.name: {"key_sha256": hashlib.sha256(key.encode()).hexdigest()}}}
-    replace_file(path, f"{text.rstrip()}\n\n{tomli_w.dumps(table)}".lstrip())
+    replace_file(path, with_client(text, args.name, hashlib.sha256(key.encode()).hexdigest()))
     print(key)
     print(f"this key is shown once; its hash is in {path}; restart the daemon", file=sys.stderr)
     return 0
+
+
+@contextlib.contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Let one process at a time read and replace a file, where the system has such locks."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    try:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _text_of(path: Path) -> str:
@@ -7187,6 +7334,18 @@ def _text_of(path: Path) -> str:
         return ""
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {_why_unreadable(error)}") from None
+
+
+def with_client(text: str, name: str, key_sha256: str) -> str:
+    """The file with one more client at its end; written anew where that does not fit in."""
+    table = {"client": {name: {"key_sha256": key_sha256}}}
+    wanted = tomllib.loads(text)
+    wanted.setdefault("client", {})[name] = table["client"][name]
+    longer = f"{text.rstrip()}\n\n{tomli_w.dumps(table)}".lstrip()
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads(longer) == wanted:
+            return longer
+    return tomli_w.dumps(wanted)
 
 
 def without_client(text: str, name: str) -> str:
@@ -7292,6 +7451,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, ListenError, LedgerError) as error:
         print(f"llmproxy: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130
 

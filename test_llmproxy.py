@@ -889,15 +889,15 @@ async def test_gate_says_at_once_that_the_upstream_asks_for_too_long_a_wait() ->
 @aio
 async def test_gate_takes_the_least_loaded_key_and_none_that_was_refused() -> None:
     clock = FakeClock()
-    pool = [Key("a", "sk-one", clock=clock), Key("b", "sk-two", rpm=Bucket(2, clock), clock=clock)]
+    pool = [Key("a", "sk-one", clock=clock), Key("b", "sk-two", rpm=Bucket(5, clock), clock=clock)]
     gate = Gate(16, 100, clock, pool=pool)
     permits = [await (await enter(gate)) for _ in range(6)]
-    assert Counter(permit.key.name for permit in permits) == {"a": 5, "b": 1}  # b is half used
+    assert Counter(permit.key.name for permit in permits) == {"a": 3, "b": 3}  # by calls that run
     waiting = await enter(gate, model="m")
     (await waiting).leave()
     by_key = {permit.key.name: permit for permit in permits}
     by_key["a"].strike("401", 60.0)
-    permits.append(await (await enter(gate)))
+    permits += [await (await enter(gate)) for _ in range(2)]
     assert permits[-1].key is pool[1] and pool[0].refusal("any") == "401"
     blocked = await enter(gate)
     assert not blocked.done()  # its rpm is used up
@@ -1607,10 +1607,10 @@ async def test_budgets_wait_for_reservations_and_refuse_what_cannot_fit() -> Non
     first = await ask_for(60)
     waiting, small, huge = ask_for(50), ask_for(30), ask_for(101)
     await settle()
-    assert small.done() and not waiting.done() and huge.exception() is not None
+    assert not small.done() and not waiting.done() and huge.exception() is not None
     first.settle(20)
     await settle()
-    assert (budget.spent, budget.reserved) == (20, 80) and waiting.done()
+    assert (budget.spent, budget.reserved) == (20, 80) and waiting.done() and small.done()
     late = ask_for(80)
     await settle()
     (await small).settle(30)  # now it cannot fit any more
@@ -1629,6 +1629,28 @@ async def test_budgets_wait_for_reservations_and_refuse_what_cannot_fit() -> Non
     await settle()
     first.settle(999)  # once only
     assert (budget.spent, budget.reserved, budgets._waiting) == (50, 0, [])
+
+
+@aio
+async def test_budgets_serve_in_order_and_know_what_day_it_is() -> None:
+    now = time.mktime((2026, 11, 29, 23, 59, 0, 0, 0, -1))
+    budgets = llmproxy.Budgets(Settings(budget=0.0001), lambda: now)
+    (budget,) = budgets.of("")
+    first = await budgets.reserve([(budget, 60)], 5)
+    large = asyncio.create_task(budgets.reserve([(budget, 90)], 5))
+    await settle()
+    small = [asyncio.create_task(budgets.reserve([(budget, 10)], 5)) for _ in range(3)]
+    await settle()
+    assert not any(task.done() for task in small)  # they would pass it for ever
+    now += 120  # midnight: what was spent before is another day's
+    budget.spent = 99
+    first.settle(5)
+    await settle()
+    assert large.done() and budget.spent == 5 and budget.reserved <= 100
+    (await large).settle(0)
+    for task in small:
+        (await task).settle(0)
+    assert (budget.reserved, budgets._waiting) == (0, [])
 
 
 ###############################################################################
@@ -1671,7 +1693,7 @@ async def test_ledger_counts_what_a_dead_process_left_open_and_forgets_what_is_o
     ledger = llmproxy.Ledger(path, lambda: 1)
     ledger.start()
     await ledger.put_now("calls", row_of(ledger, state="open", reserved_micros=500, cost_micros=0))
-    await ledger.put_now("calls", row_of(ledger, time_unix=time.time() - 90000))
+    await ledger.put_now("calls", row_of(ledger, time_unix=time.time() - 40 * 86400))
     ledger.close()
     db = sqlite3.connect(path)
     db.execute("UPDATE runs SET pid = 2147483646")  # nobody has this number
@@ -1681,7 +1703,7 @@ async def test_ledger_counts_what_a_dead_process_left_open_and_forgets_what_is_o
     again.start()
     await again.put_now("calls", row_of(again))
     await until(lambda: again._cleaned_unix)
-    rows = again.read("SELECT state, cost_micros FROM calls ORDER BY id")
+    rows = again.read("SELECT state, cost_micros FROM calls ORDER BY time_unix")
     assert [tuple(row.values()) for row in rows] == [("lost", 500), ("done", "")]
     again.close()
 
@@ -3429,6 +3451,7 @@ async def test_every_end_gives_the_budget_back(monkeypatch: pytest.MonkeyPatch, 
         if end == "circuit":
             circuit_of(caller)._change(State.OPEN, 60)
         if end == "queue":
+            await asyncio.gather(*caller.sender._tasks)  # it has met its upstream
             caller.gateway.settings.queue_timeout = 0.05
             caller.gate.resize(0, 10)
         task = asyncio.create_task(caller.fetch(ask("x", max_tokens=5)))
@@ -3439,7 +3462,9 @@ async def test_every_end_gives_the_budget_back(monkeypatch: pytest.MonkeyPatch, 
         await asyncio.gather(task, return_exceptions=True)
         await caller.at_rest()
         assert budget.reserved == 0
-        assert budget.spent == 0 or (end == "left" and budget.spent < 20)  # its prompt was read
+        assert budget.spent == 0 or (
+            end in ("left", "timeout") and budget.spent < 20
+        )  # it was read
 
 
 @aio
@@ -3589,6 +3614,159 @@ async def test_a_broken_ledger_stops_spending_under_a_budget_only(tmp_path: Path
             status, _, body = await caller.fetch(ask("2"))
             assert (status, json.loads(body)["error"]["code"]) == (503, "ledger_unavailable")
             assert "the ledger cannot be written" in body.decode() and up.calls == 1
+
+
+@aio
+async def test_rows_that_cannot_be_stored_take_nothing_with_them(tmp_path: Path) -> None:
+    async def answer(exchange: Exchange) -> None:
+        usage = {"prompt_tokens": 10**12, "completion_tokens": 10**300}
+        odd = json.dumps({**json.loads(ANSWER), "usage": usage}).encode()
+        said = odd if b"huge" in exchange.body else ANSWER
+        await exchange.plain(said, headers="x-request-id: a\xffb\r\n")
+
+    path = tmp_path / "l.db"
+    settings = {"state": str(path), "price": ["*=900000000/900000000"]}
+    async with upstream(answer) as up, proxy(up.base, **settings) as caller:
+        odd: list[Any] = [
+            b'{"model":"\\ud800","messages":[]}', ask("a", max_tokens=10**30), ask("b", n=10**30),
+            ask("c", max_tokens=10**400), ask("huge"),
+        ]  # fmt: skip
+        for body in odd:
+            assert (await caller.fetch(body))[0] == 200
+        host, _, port = caller.url.removeprefix("http://").partition(":")
+        request = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n"
+        await raw(
+            caller.url,
+            request.replace("x\r", "localhost\r").encode() + b"x-llmproxy-task: a\xffb\r\n\r\n{}",
+        )
+        ledger = caller.gateway.books.ledger
+        assert ledger is not None and (host, port)
+        await ledger.put_now("calls", ({"not": "storable"},) * len(llmproxy.COLUMNS))
+        assert (await asyncio.wait_for(caller.fetch(ask("next")), 5))[0] == 200
+        assert (ledger.trouble, ledger.lost_rows) == ("", 1)
+    assert len(rows_of(path)) == 7
+
+
+@pytest.mark.parametrize("end", ["left", "reset", "silent about it", "refused"])
+@aio
+async def test_what_passes_through_is_not_free_because_it_broke_off(end: str) -> None:
+    async def answer(exchange: Exchange) -> None:
+        if end == "silent about it":
+            await exchange.plain(b"no usage")
+        elif end == "refused":
+            await exchange.plain(b"{}", "400 X")
+        else:
+            await exchange.begin()
+            await exchange.part(chunk("a"))
+            if end == "reset":
+                exchange.reset()
+            else:
+                await exchange.gone.wait()
+
+    async with upstream(answer) as up, proxy(up.base, budget=1, price=["*=1/1"]) as caller:
+        async with caller.post(b"x" * 300, "/v1/any") as response:
+            if end != "left":
+                with contextlib.suppress(aiohttp.ClientError):
+                    await response.read()
+        await caller.at_rest()
+        (budget,) = caller.gateway.books.budgets.of_all
+        expected = 0 if end == "refused" else 200 + llmproxy.OUTPUT_TOKENS_ABSENT
+        assert (budget.spent, budget.reserved) == (expected, 0) and up.calls == 1
+
+
+@aio
+async def test_streams_that_are_left_count_what_had_come() -> None:
+    mock = llmproxy._mock_anthropic("m", ["word"] * 50, 10)[1]
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        for event in mock[:42]:  # without its message_delta
+            await exchange.part(event)
+        await exchange.gone.wait()
+
+    async with upstream(answer) as up, proxy(up.base, price=["*=0/1"], abandon="cancel") as caller:
+        async with caller.post(ask(stream=True), "/v1/messages") as response:
+            while b'"word "' not in await response.content.readany():
+                pass
+            sent = sum(map(len, mock[:42]))
+            flights = caller.gateway.flights
+            await until(lambda: sum(f.size_bytes for f in flights.running.values()) >= sent)
+        await caller.at_rest()
+        assert 38 <= caller.counters.tokens_out <= 42 and up.calls == 1
+
+
+def test_whatever_a_body_names_as_its_limits_is_reserved() -> None:
+    assert llmproxy.max_tokens({"max_tokens": 5.0, "max_completion_tokens": "7"}) == 7
+    assert llmproxy.max_tokens({"max_tokens": "many", "n_predict": -1}) is None
+    assert llmproxy.copies({"n": 60.0}) == 60 and llmproxy.copies({"n": True}) == 1
+    assert llmproxy.copies({"prompt": ["a", "b"], "n": 2}) == 4
+    assert llmproxy.copies({"prompt": [1, 2, 3]}) == 1
+    parsed = llmproxy.parse_json(
+        json.dumps({"input": [[1] * 9000, [2] * 10], "model": "m"}).encode()
+    )
+    assert parsed is not None and parsed[1].size.tokens == 9010
+    assert 9000 < Learned().prompt_tokens(parsed[1].size) < 9100
+    usage = b'{"usage":{"prompt_tokens":1000.0,"completion_tokens":200},"x":"\\"usage\\":{}","y":{"usage":{}}}'
+    assert llmproxy.read_usage(usage, False) == Usage(1000, 0, 200)
+
+
+@aio
+async def test_a_ledger_that_is_taken_away_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    async with upstream() as up, proxy(up.base, state=str(path)) as caller:
+        await caller.fetch(ask("1"))
+        for file in sorted(tmp_path.glob("l.db*")):  # noqa: ASYNC240
+            file.unlink()
+        _, headers, _ = await caller.fetch(ask("2"))
+        assert rows_of(path)[-1]["trace"] == headers["x-llmproxy-trace"] and up.calls == 2
+
+
+@aio
+async def test_nobody_elses_stream_is_cut_by_a_task() -> None:
+    go = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await go.wait()
+        await exchange.stream([chunk("w ")] * 80 + [chunk(None, "stop"), DONE])
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        first = {"x-llmproxy-task": "job", "x-llmproxy-task-budget": "100"}
+        go.set()
+        await caller.fetch(ask("first", stream=True), headers=first)
+        go.clear()
+        body = ask("second", stream=True)
+        wanted: list[dict[str, str]] = [
+            {"x-llmproxy-task": "job"},
+            {},
+            {"x-llmproxy-task": "other"},
+        ]
+        calls = [asyncio.create_task(caller.fetch(body, headers=headers)) for headers in wanted]
+        await until(lambda: up.calls == 3)  # the task's own, and one for the two others
+        go.set()
+        texts = [text for _, _, text in await asyncio.gather(*calls)]
+        assert [b'"length"' in text for text in texts] == [True, False, False]
+        assert texts[1] == texts[2] and texts[1].count(b"w ") == 80
+
+
+@aio
+async def test_an_open_row_holds_what_the_fallback_may_cost(tmp_path: Path) -> None:
+    async def fail(exchange: Exchange) -> None:
+        await exchange.plain(b"{}", "500 X")
+
+    path = tmp_path / "l.db"
+    seen: list[int] = []
+    settings = {"state": str(path), "price": ["a*=0/0", "*=10/10"], "retries": 0}
+    async with two_upstreams(fail, "b-model", **settings) as (_, two, caller):
+
+        async def look(exchange: Exchange) -> None:
+            seen.extend(row["reserved_micros"] for row in rows_of(path) if row["state"] == "open")
+            await exchange.plain()
+
+        two.answer = look
+        assert (await caller.fetch(asked_for("a-model", max_tokens=100)))[0] == 200
+        assert len(seen) == 1 and seen[0] > 1000
+    (row,) = rows_of(path)
+    assert row["cost_micros"] == 100 and row["fallback"] == "b-model"
 
 
 def contents(folder: Path) -> bytes:
@@ -5598,6 +5776,9 @@ def test_keys_are_made_listed_and_revoked_and_the_file_stays_as_it_was(
     key("revoke", "bob")
     key("revoke", "bob.2")
     assert file.read_text().strip() == before.strip()
+    file.write_text('[client]\nalice = {key_sha256 = "' + "0" * 64 + '"}\n')
+    key("new", "bob")  # does not fit in behind it
+    assert [c.name for c in llmproxy.load_settings({}, {}, file).clients] == ["alice", "bob"]
     file.write_text(
         '# gone with the comment\nclient.carol.key_sha256 = "'
         + "0" * 64
