@@ -335,6 +335,10 @@ def _refuse(what: str) -> NoReturn:
 NONE = {"none": None}
 
 
+def matches(globs: list[str], model: str) -> bool:
+    return not globs or any(fnmatch.fnmatchcase(model, glob) for glob in globs)
+
+
 def setting(
     default: Any, parse: Callable[[str], Any], unit: str, text: str, *,
     also: Mapping[str, Any] | None = None, live: bool = True,
@@ -405,7 +409,7 @@ class UpstreamRule:
     keys: list[KeyRule] = field(default_factory=list)
 
     def serves(self, model: str) -> bool:
-        return not self.models or any(fnmatch.fnmatchcase(model, glob) for glob in self.models)
+        return matches(self.models, model)
 
 
 @dataclass
@@ -426,7 +430,7 @@ class ClientRule:
         "of a task whose first call names no x-llmproxy-task-budget")
 
     def may_use(self, model: str) -> bool:
-        return not self.models or any(fnmatch.fnmatchcase(model, glob) for glob in self.models)
+        return matches(self.models, model)
 
 
 RETRY_KINDS = ("safe", "cautious", "never")
@@ -979,13 +983,14 @@ class Permit:
     """What an attempt holds: a slot, its weight, a key, a reservation. `leave` gives it back."""
 
     __slots__ = (
-        "_gate", "_is_settled", "_pauses", "demand", "granted_at", "key", "reservation", "weight"
+        "_gate", "_is_settled", "_pauses", "demand", "granted_at", "key", "reservation",
+        "was_sent", "weight",
     )  # fmt: skip
 
     def __init__(self, gate: Gate, demand: Demand, weight: int, key: Key, now: float) -> None:
         self._gate, self.demand, self.weight, self.key = gate, demand, weight, key
         self.granted_at = now
-        self._is_settled = False
+        self._is_settled = self.was_sent = False
         self._pauses = key.active(demand.model) if key.pauses else ()
         for pause in self._pauses:
             pause.running += 1
@@ -1051,10 +1056,12 @@ class Permit:
         if self.reservation is not None:
             self.reservation.settle(prompt_tokens, output_tokens)
 
-    def leave(self, *, requests: int = 1) -> None:
-        """Give all back; where nothing was settled, the call has failed and used no tokens."""
+    def leave(self) -> None:
+        """Give all back, once; where nothing was settled, the call has used no tokens."""
+        if not self._is_settled:
+            self._gate.refund(self.demand)
         if self.reservation is not None:
-            self.reservation.settle(requests=requests)
+            self.reservation.settle(requests=int(self.was_sent))
         for pause in self._pauses:
             pause.running -= 1
         self.key.running -= 1
@@ -1169,7 +1176,7 @@ class Gate:
                 self.dispatch()  # it may have been the head that held lighter ones back
             elif waiter.future.done() and not waiter.future.cancelled():
                 if waiter.future.exception() is None:
-                    waiter.future.result().leave(requests=0)
+                    waiter.future.result().leave()
             raise
         finally:
             timer.cancel()
@@ -1425,10 +1432,13 @@ class Gate:
         self.queued_bytes -= waiter.demand.size_bytes
 
     def _refund(self, waiter: _Waiter) -> None:
+        if not waiter.chances:
+            self.refund(waiter.demand)
+
+    def refund(self, demand: Demand) -> None:
         """Its flow has not been served what it was charged for."""
-        demand = waiter.demand
         flow = (demand.client, demand.priority)
-        if not waiter.chances and flow in self._finish:
+        if flow in self._finish:
             self._finish[flow] -= max(1, demand.tokens) / self.SHARES[demand.priority]
 
     def _fail(self, waiter: _Waiter, error: ProxyError) -> None:
@@ -1768,18 +1778,20 @@ class Meter:
     """Counts a running stream's tokens against its task's budget, an event for a token."""
 
     def __init__(self, task: Budget, prompt_tokens: int) -> None:
-        self.task, self.prompt_tokens, self.output_tokens = task, prompt_tokens, 0
+        self.task, self.prompt_tokens = task, prompt_tokens
+        self.tokens = self.output_tokens = 0
         self.is_cut = False
-        task.spent += prompt_tokens
 
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
+    def begin(self) -> None:
+        """The answer begins: the prompt has been read."""
+        self.tokens += self.prompt_tokens
+        self.task.spent += self.prompt_tokens
 
     def is_over(self, chunk: bytes) -> bool:
         tokens = chunk.count(b"\ndata:") + chunk.startswith(b"data:")
         tokens = max(0, tokens - chunk.count(b'"type":"message_') - chunk.count(b"data: [DONE]"))
         self.output_tokens += tokens
+        self.tokens += tokens
         self.task.spent += tokens
         self.is_cut = self.task.spent >= self.task.limit
         return self.is_cut
@@ -1810,7 +1822,7 @@ class Flight:
     error: ProxyError | None = None  # with a head: broke off in mid-answer
     attempt: Attempt | None = None
     sent_at = 0.0
-    is_void = False  # an error under status 200: costs nothing
+    is_void = False  # a failure that is passed on: costs nothing, is not kept
     choice: Choice | None = None  # who is asked
     first_at = 0.0  # when the first attempt was sent, less its wait until then
     met_open = False  # an open circuit
@@ -2994,10 +3006,6 @@ class Stake:
             budget.reserved += amount
 
     @property
-    def is_open(self) -> bool:
-        return bool(self._wanted)
-
-    @property
     def task(self) -> Budget | None:
         return next((budget for budget, _ in self._wanted if budget.soft), None)
 
@@ -3023,9 +3031,7 @@ class Budgets:
     def __init__(self, settings: Settings, now: Clock = time.time) -> None:
         self.now = now
         self._waiting: list[_Saver] = []
-        self._tasks: Memo[Budget] = Memo(
-            lambda key: Budget(f"task {key[1]}", 0, soft=True), lambda task: not task.limit
-        )
+        self.tasks: dict[tuple[str, str], Budget] = {}  # by client and name
         self.of_all = _budgets("the budget", settings.budget, settings.budget_month)
         self.of_client = {
             rule.name: _budgets(f"client {rule.name}", rule.budget, rule.budget_month)
@@ -3042,8 +3048,14 @@ class Budgets:
             budget.roll(self.now())
         return found
 
-    def task(self, client: str, name: str) -> Budget:
-        return self._tasks[client, name]
+    def new_task(self, client: str, name: str, limit: int) -> Budget:
+        """A task's budget in tokens. Of very many the oldest that rest are forgotten."""
+        if len(self.tasks) > 100 * MAX_MODELS:
+            idle = (key for key, task in self.tasks.items() if not task.reserved)
+            for key in list(itertools.islice(idle, MAX_MODELS)):
+                del self.tasks[key]
+        task = self.tasks[client, name] = Budget(f"task {name}", limit, soft=True)
+        return task
 
     async def reserve(self, wanted: list[tuple[Budget, int]], timeout_s: float) -> Stake:
         """Reserve all that is wanted, or nothing.
@@ -3073,6 +3085,7 @@ class Budgets:
         finally:
             if saver in self._waiting:
                 self._waiting.remove(saver)
+                self.changed()  # it may have held others back
 
     def changed(self) -> None:
         """Somebody has settled: let those go on who fit now, in order, or never will."""
@@ -3252,7 +3265,10 @@ class Ledger:
             is_open = all(table for table, _, _ in batch)
             rows = [(table, row) for table, row, _ in batch if table]
             if rows or self._held:
-                self._write(rows)
+                try:
+                    self._write(rows)
+                except Exception as error:  # the writer lives, whatever comes
+                    self._in_trouble(error)
             futures = [future for _, _, future in batch if future is not None]
             if futures and self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -3988,8 +4004,8 @@ class Upstream:
         try:
             if begun := events.feed(begun) if events else begun:
                 flight.push(self.hide(begun))
-                if flight.meter is not None:
-                    flight.meter.is_over(begun)
+                if flight.meter is not None and self._cut(flight, begun):
+                    return None
             await self._rest(flight, response, events, watchdog)
         except (aiohttp.ClientError, OSError):
             if not self._is_whole(flight, head):  # else only the last chunk was missing
@@ -4018,9 +4034,7 @@ class Upstream:
             if events is not None and not (chunk := events.feed(chunk)):
                 continue
             flight.push(self.hide(chunk) if self.gate.pool else chunk)
-            if flight.meter is not None and flight.meter.is_over(chunk):
-                tail, name = flight.tail(FLIGHT_BYTES), flight.leader.name
-                flight.push(closing_events(name, tail, flight.meter.output_tokens))
+            if flight.meter is not None and self._cut(flight, chunk):
                 return
             if flight.is_ahead:
                 await self._hold(flight, watchdog)
@@ -4028,6 +4042,18 @@ class Upstream:
         # Half an event at the end of a connection is what a cut leaves.
         if not _ends_with_connection(response) or is_event(rest):
             flight.push(rest)
+
+    def _cut(self, flight: Flight, chunk: bytes) -> bool:
+        """End a stream cleanly where its task's budget ends, unless it has just ended by itself."""
+        meter, head = flight.meter, flight.head
+        if meter is None or head is None or not meter.is_over(chunk):
+            return False
+        if self._is_whole(flight, head):
+            meter.is_cut = False
+            return False
+        tail = flight.tail(FLIGHT_BYTES)
+        flight.push(closing_events(flight.leader.name, tail, meter.output_tokens))
+        return True
 
     @staticmethod
     async def _first_event(response: aiohttp.ClientResponse, watchdog: Watchdog) -> bytes:
@@ -4241,6 +4267,7 @@ class Call:
     task_budget = 0
     attempts = cost_micros = reserved_micros = saved_micros = 0
     due_micros = due_tokens = metered_tokens = 0  # used, and not settled yet
+    used_prompt = used_output = 0  # by all attempts
     expected = NO_USAGE  # what an open row says, in case that it is lost
     steps: tuple[dict[str, Any], ...] = ()
     is_recorded = False
@@ -4465,39 +4492,42 @@ class Books:
     def start(self) -> None:
         if self.ledger is not None:
             self.ledger.start()
-            self._load()
+            self._take_up(self._read_spent())
 
-    def _load(self) -> None:
-        """Take up what was spent in an earlier life; the calls since then count as well."""
+    def _read_spent(self) -> tuple[dict[str, dict[str, int]], list[Any]] | None:
+        """What clients spent in this day and month, and tasks ever, in an earlier life."""
         assert self.ledger is not None
-        self.is_read = False
         try:
             with contextlib.closing(open_ledger(self.ledger.path)) as db:
+                spent = {}
                 for window in ("day", "month"):
                     began = (period_start(self._now(), window),)
                     sql = f"SELECT client, {SPENT} FROM calls WHERE time_unix >= ? GROUP BY client"
-                    self._take_up(window, dict(db.execute(sql, began).fetchall()))
+                    spent[window] = {row[0]: row[1] for row in db.execute(sql, began)}
                 tasks = db.execute(
                     "SELECT client, task, tokens, (SELECT coalesce(sum(tokens_in + tokens_out), 0)"
                     " FROM calls WHERE calls.client = tasks.client AND calls.task = tasks.task"
-                    " AND calls.task != '' AND fate IN ('miss', 'bypass')) FROM tasks"
+                    " AND calls.task != '' AND attempts > 0) FROM tasks"
                 )
-                for client, name, limit, spent in tasks:
-                    task = self.budgets.task(client, name)
-                    task.limit, task.spent = limit, spent
-            self.is_read = True
+                return spent, [tuple(row) for row in tasks]
         except (OSError, sqlite3.Error) as error:
             log.warning("ledger: what was spent cannot be read: %s", printable(str(error)))
+            return None
 
-    def _take_up(self, window: str, by_client: dict[str, int]) -> None:
-        total = sum(by_client.values())
-        if window == "day":
-            self.today.roll(self._now())
-            self.today.spent = total
+    def _take_up(self, found: tuple[dict[str, dict[str, int]], list[Any]] | None) -> None:
+        self.is_read = found is not None
+        if found is None:
+            return
+        spent, tasks = found
+        self.today.roll(self._now())
+        self.today.spent = sum(spent["day"].values())
         for client, budgets in [("", self.budgets.of_all), *self.budgets.of_client.items()]:
-            for budget in [budget for budget in budgets if budget.window == window]:
+            for budget in budgets:
                 budget.roll(self._now())
-                budget.spent = by_client.get(client, 0) if client else total
+                by_client = spent[budget.window]
+                budget.spent = by_client.get(client, 0) if client else sum(by_client.values())
+        for client, name, limit, tokens in tasks:
+            self.budgets.new_task(client, name, limit).spent = tokens
 
     def close(self) -> None:
         if self.ledger is not None:
@@ -4514,7 +4544,7 @@ class Books:
         return price.worst(prompt_tokens, output)
 
     async def reserve(
-        self, call: Call, model: str, prompt_tokens: int, expected: int
+        self, call: Call, model: str, prompt_tokens: int, expected: int, timing: Timing
     ) -> Stake | None:
         """Reserve a call's worst case of every budget that it is under.
 
@@ -4533,23 +4563,29 @@ class Books:
             why = f"there is a budget and {what} has no price; {mend}"
             raise ProxyError("budget_exceeded", why)
         if wanted:
-            self._check_ledger()
+            await self._check_ledger()
         if call.task and (task := self._task(call)) is not None:
-            wanted.append((task, 0 if call.is_stream else expected))
+            wanted.append((task, prompt_tokens if call.is_stream else expected))
         if not wanted:
             return None
-        return await self.budgets.reserve(wanted, self.settings.queue_timeout)
+        began_at = time.monotonic()
+        left_s = self.settings.queue_timeout - timing.queue_s - timing.limit_s
+        try:
+            return await self.budgets.reserve(wanted, max(0.001, left_s))
+        finally:
+            timing.limit_s += time.monotonic() - began_at
 
     def may_cut(self, call: Call) -> bool:
         """Whether the call's task has a budget, or will have one by this call."""
-        return bool(call.task_budget or self.budgets.task(call.client, call.task).limit)
+        return bool(call.task_budget) or (call.client, call.task) in self.budgets.tasks
 
-    def _check_ledger(self) -> None:
+    async def _check_ledger(self) -> None:
         """No blind spending: under a budget the ledger has to be read and written."""
         if self.ledger is None:
             return
         if not self.is_read and not self.ledger.trouble:
-            self._load()
+            loop = asyncio.get_running_loop()
+            self._take_up(await loop.run_in_executor(None, self._read_spent))
         if self.ledger.trouble or not self.is_read:
             trouble = self.ledger.trouble or "it cannot be read"
             why = f"there is a budget and the ledger cannot be written: {trouble}"
@@ -4557,13 +4593,13 @@ class Books:
 
     def _task(self, call: Call) -> Budget | None:
         """The budget of the call's task, which its first call named; None where it has none."""
-        task = self.budgets.task(call.client, call.task)
-        if not task.limit and call.task_budget:
-            task.limit = call.task_budget
+        task = self.budgets.tasks.get((call.client, call.task))
+        if task is None and call.task_budget:
+            task = self.budgets.new_task(call.client, call.task, call.task_budget)
             if self.ledger is not None:
                 row = (call.client, call.task, call.task_budget, self._now())
                 self.ledger.put("tasks", row)
-        return task if task.limit else None
+        return task
 
     async def stand(self, call: Call, state: str = "open") -> None:
         """Have a row in the ledger before an upstream is asked, or an answer is given."""
@@ -4572,7 +4608,7 @@ class Books:
             call.is_recorded = state == "done"
             await self.ledger.put_now("calls", self._row(call, state))
             if call.reserved_micros and not self.budgets.is_empty:
-                self._check_ledger()
+                await self._check_ledger()
 
     def ended(self, call: Call) -> None:
         """A call is over: its row is replaced by the whole one."""
@@ -4726,7 +4762,7 @@ class Reply(web.StreamResponse):
         if self._is_bodiless or not data:
             return
         try:
-            async with asyncio.timeout(limit_s) if limit_s else _NO_LIMIT:
+            async with self._limit(len(data), limit_s):
                 for part in slices(data):  # a slow caller holds a slice, not the whole
                     await self._writer.write(part)
         except (ConnectionError, TimeoutError):  # the caller's end, no upstream is to blame
@@ -4752,9 +4788,15 @@ class Reply(web.StreamResponse):
             await self.write(body)
             body = b""
         try:
-            await self._writer.write_eof(body)
-        except ConnectionError:
+            async with self._limit(len(body)):
+                await self._writer.write_eof(body)
+        except (ConnectionError, TimeoutError):
             raise CallerGone from None
+
+    def _limit(self, size_bytes: int, limit_s: float | None = None) -> Any:
+        """A timer, unless the socket surely takes it: a caller that never reads is cut off."""
+        is_small = size_bytes <= SLICE_BYTES // 4 and not self._protocol.writing_paused
+        return _NO_LIMIT if is_small and limit_s is None else asyncio.timeout(limit_s or CALLER_S)
 
     def abort(self, request: web.BaseRequest) -> None:
         """Break the connection, so that the caller cannot take what came for the whole."""
@@ -4777,6 +4819,7 @@ class Upload:
         self._request, self._limit_bytes = request, limit_bytes
         self.error: ProxyError | None = None
         self.sent_bytes = 0
+        self.is_over = False
 
     def expect(self, call: Call) -> None:
         """Refuse what is announced as too large, else ask for the body (RFC 9110 10.1.1)."""
@@ -4829,6 +4872,7 @@ class Upload:
                 self.error = too_large(self._limit_bytes)
                 raise ConnectionAbortedError
             yield chunk
+        self.is_over = True
 
 
 # -- the upstream's side of a call
@@ -4969,7 +5013,8 @@ class Sender:
             log.error("internal error: %s", fault_lines(caught))
         self._leave(flight)
         if flight.reserved is not None:
-            flight.reserved.settle(requests=min(1, flight.attempts))
+            requests = min(1, flight.attempts)
+            flight.reserved.settle(call.used_prompt, call.used_output, requests=requests)
         self._unstake(flight)
         self.flights.land(flight)
         call.usage, call.upstream, call.attempts = flight.usage, flight.upstream, flight.attempts
@@ -4993,7 +5038,7 @@ class Sender:
                 flight.met_open |= error.code == "circuit_open"
                 if is_last or flight.head is not None or error.code not in self.OUTAGES:
                     raise
-                self._leave(flight, requests=0)
+                self._leave(flight)
                 continue
             if failure is not None and (is_last or not failure.is_outage):
                 self._give_up(flight, failure)
@@ -5038,7 +5083,7 @@ class Sender:
                 was_refused = True
                 plan.asks_usage, plan.body = False, plan.plain_body
                 continue
-            if not (self._may_retry(flight, choice, failure)):
+            if not self._may_retry(flight, choice, failure):
                 return failure
             waited_s = flight.timing.queue_s + flight.timing.limit_s
             if not await self._back_off(flight, choice, failure):
@@ -5051,7 +5096,8 @@ class Sender:
         call, demand, books = flight.leader, choice.demand, self.books
         self._unstake(flight)
         worst = choice.learned.worst_tokens(call.size)
-        flight.stake = await books.reserve(call, choice.model, worst, demand.tokens)
+        expected, timing = demand.tokens, flight.timing
+        flight.stake = await books.reserve(call, choice.model, worst, expected, timing)
         task = flight.stake.task if flight.stake is not None else None
         if task is not None and call.is_stream:
             flight.meter = Meter(task, demand.prompt_tokens)
@@ -5094,10 +5140,11 @@ class Sender:
             timeout_s=max(0.001, settings.queue_timeout - waited_s), chances=chances,
         )  # fmt: skip
 
-    def _leave(self, flight: Flight, requests: int = 1) -> None:
+    @staticmethod
+    def _leave(flight: Flight) -> None:
         permit, flight.permit = flight.permit, None
         if permit is not None:
-            permit.leave(requests=requests)
+            permit.leave()
 
     async def peek(self, choice: Choice) -> None:
         """Fail fast, before the queue.
@@ -5118,16 +5165,8 @@ class Sender:
         sent_at = self._count(flight, choice)
         choice.upstream.dress(plan, permit.key if permit else None, flight.leader.dialect)
 
-        def on_begin() -> None:
-            timing.upstream_s = self.clock() - sent_at
-            circuit.attempt_s.append(timing.upstream_s)
-            attempt.give_place()  # a long stream holds no other trial up
-            if permit is not None:
-                permit.begin()
-                if flight.head is not None:
-                    self.heed(permit, flight.head.headers)
-
-        flight.on_begin, flight.attempt = on_begin, attempt
+        flight.on_begin = functools.partial(self._begin, flight, choice, attempt, sent_at)
+        flight.attempt = attempt
         try:
             failure = await choice.upstream.attempt(flight, plan)
             if failure is None and flight.has_failed:
@@ -5135,6 +5174,8 @@ class Sender:
             self.record(attempt, failure, permit)
             if failure is not None:
                 flight.outcome = str(failure.status or failure.error.code)
+                if permit is not None and failure.is_unsent:
+                    permit.was_sent = False
                 timing.upstream_s = self.clock() - sent_at
                 if failure.is_paid:  # what it has read is used, whatever came of it
                     usage = Usage(choice.demand.prompt_tokens, is_estimated=True)
@@ -5147,7 +5188,7 @@ class Sender:
         except asyncio.CancelledError:  # the upstream has read the prompt, and bills it
             if flight.head is None:
                 usage = Usage(choice.demand.prompt_tokens, is_estimated=True)
-                self.settle(flight.leader, usage, choice, permit, flight.reserved)
+                self.settle(flight.leader, usage, choice, permit)
                 flight.usage = usage
             raise
         finally:
@@ -5156,6 +5197,18 @@ class Sender:
             self._step(flight, choice, sent_at)
             flight.on_begin = flight.attempt = None
             attempt.neutral()
+
+    def _begin(self, flight: Flight, choice: Choice, attempt: Attempt, sent_at: float) -> None:
+        """The answer begins: its head is known, and callers will see it."""
+        upstream_s = flight.timing.upstream_s = self.clock() - sent_at
+        choice.circuit.attempt_s.append(upstream_s)
+        attempt.give_place()  # a long stream holds no other trial up
+        if flight.meter is not None:
+            flight.meter.begin()
+        if flight.permit is not None:
+            flight.permit.begin()
+            if flight.head is not None:
+                self.heed(flight.permit, flight.head.headers)
 
     def _count(self, flight: Flight, choice: Choice) -> float:
         """An attempt begins; returns when."""
@@ -5167,6 +5220,8 @@ class Sender:
         flight.is_sent = True
         flight.sent_at = sent_at
         timing.retry_s = max(0.0, sent_at - flight.first_at - timing.queue_s - timing.limit_s)
+        if flight.permit is not None:
+            flight.permit.was_sent = True
         self.counters.upstream_calls += 1
         self.in_flight += 1
         return sent_at
@@ -5290,7 +5345,7 @@ class Sender:
             return False
         is_queued, is_held_back = flight.permit is not None, failure.is_held_back
         flight.has_backed_off = True
-        self._leave(flight, int(not failure.is_unsent))  # others may go while this one waits
+        self._leave(flight)  # others may go while this one waits
         if not (is_queued and (is_held_back or failure.is_key_refused)):
             wait_s: float = BACKOFF_S * 2 ** (choice.attempts - 1)
             wait_s += random.uniform(0, wait_s)
@@ -5337,13 +5392,13 @@ class Sender:
             written = plain.count(b"\ndata:") - plain.count(b'"type":"message_')
             if written > usage.completion:
                 usage.completion, usage.is_estimated = written, True
-        else:
-            choice.learned.teach(call.size, usage, self.clock() - flight.sent_at)
         if flight.meter is not None:
             if flight.meter.is_cut:
                 prompt, output = flight.meter.prompt_tokens, flight.meter.output_tokens
                 usage = Usage(prompt, 0, output, is_estimated=True)
-        self.settle(call, usage, choice, flight.permit, flight.reserved)
+        self.settle(call, usage, choice, flight.permit)
+        if not usage.is_estimated:
+            choice.learned.teach(call.size, usage, self.clock() - flight.sent_at)
         if self.settings.log_bodies == "on":
             self.books.bodies(call, call.body, plain)
         flight.usage = usage
@@ -5358,14 +5413,15 @@ class Sender:
             self.flights.keep(flight.key, kept, self.settings.cache_bytes)
 
     def settle(
-        self, call: Call, usage: Usage, choice: Choice, *held: Permit | Reservation | None
+        self, call: Call, usage: Usage, choice: Choice, permit: Permit | None
     ) -> None:
         """What a call really used, to all who had reserved for it."""
         if call.route is None or not call.route.is_free:
             self.books.settle(call, usage, choice.model)
-        for permit in held:
-            if permit is not None:
-                permit.settle(usage.prompt, usage.completion)
+            call.used_prompt += usage.prompt
+            call.used_output += usage.completion
+        if permit is not None:
+            permit.settle(usage.prompt, usage.completion)
 
     # -- circuits
 
@@ -5407,6 +5463,9 @@ class Relay:
         flight.callers += 1
         call.is_stream = flight.leader.is_stream
         try:
+            if call.fate == "joined" and self.books.ledger is not None:
+                call.shared = flight.leader.trace
+                await self.books.stand(call)
             if self.settings.keepalive is None or not call.is_stream:
                 while flight.head is None and not flight.is_done:
                     await flight.news()
@@ -5599,7 +5658,7 @@ class Relay:
             call.code = error.code
             call.reply.abort(request)
             return call.reply
-        if error.is_rejection:
+        if error.is_rejection and not call.attempts:
             call.fate = "rejected"
         call.status, call.code = error.status, error.code
         headers: Headers = CIMultiDict()
@@ -5665,6 +5724,7 @@ class Passage:
         call.upstream = choice.upstream.name
         length = call.low.get("content-length", "")
         length_tokens = min(int(length), 2**32) // 3 if length.isdecimal() else 0
+        length_tokens = max(length_tokens, len(call.body) // 3)
         if is_readable(call.low) and "audio" not in call.low.get("content-type", ""):
             choice.demand.prompt_tokens = length_tokens
         if not call.may_cost:
@@ -5674,21 +5734,23 @@ class Passage:
             await sender.peek(choice)
             books, expected = sender.books, choice.demand.tokens
             worst = length_tokens + 100
-            self._stake = await books.reserve(call, choice.model, worst, expected)
+            model, timing = choice.model, call.timing
+            self._stake = await books.reserve(call, model, worst, expected, timing)
+            self._permit = await sender.enter(choice, timing)
             await books.stand(call)
-            self._permit = await sender.enter(choice, call.timing)
             self._attempt = choice.circuit.admit()
             return await self._send(choice)
         finally:
             requests = call.attempts = int(self._attempt is not None)
-            if self._is_unsettled:  # broken off, or its caller left: unknown is not free
-                self._settle(choice, None)
+            was_sent = call.status or self._upload.is_over or call.body
+            if self._is_unsettled and was_sent:  # it broke off, or its caller left
+                self._settle(choice, None)  # unknown is not free
             if self._attempt is not None:
                 self._attempt.neutral()
             if self._permit is not None:
-                self._permit.leave(requests=requests)
+                self._permit.leave()
             if self._reserved is not None:
-                self._reserved.settle(requests=requests)
+                self._reserved.settle(call.used_prompt, call.used_output, requests=requests)
             sender.books.unstake(call, self._stake)
 
     async def _send(self, choice: Choice) -> web.StreamResponse:
@@ -5726,15 +5788,20 @@ class Passage:
                 plan.headers["Content-Length"] = call.low["content-length"]
             body = self._upload.chunks(watchdog)
         self._is_unsettled = self._permit is not None
+        if self._permit is not None:
+            self._permit.was_sent = True
         try:
             response = await choice.upstream.open(call.method, plan.raw_path, plan.headers, body)
-        except aiohttp.ClientConnectorError:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             self._is_unsettled = False
+            if self._permit is not None:
+                self._permit.was_sent = False
             raise
         try:
             call.timing.upstream_s = sender.clock() - sent_at
             call.status = response.status
             head = choice.upstream.head_of(response)
+            self._is_unsettled = self._is_unsettled and call.status < 300
             if self._attempt is not None and self._permit is not None and call.status < 400:
                 self._attempt.give_place()
                 self._permit.begin()
@@ -5777,7 +5844,7 @@ class Passage:
             output = OUTPUT_TOKENS_ABSENT if self._stake is not None else 0
             usage = Usage(prompt_tokens, 0, output, is_estimated=True)
         call.usage = usage
-        self._sender.settle(call, usage, choice, self._permit, self._reserved)
+        self._sender.settle(call, usage, choice, self._permit)
 
     async def _models(self) -> web.StreamResponse:
         """The models of all upstreams that are alive, each once, in the file's order."""
@@ -6003,9 +6070,6 @@ class Gateway:
                 call.check_model("")
             return await Passage(self.sender, self.relay, call, request).run()
         if isinstance(found, Flight):
-            if call.fate == "joined":
-                call.shared = found.leader.trace
-                await self.books.stand(call)
             return await self.relay.relay(call, found, request)
         return await self.relay.serve(call, *found, "hit", request)
 
@@ -6140,11 +6204,11 @@ class Gateway:
 
     def _lead(self, call: Call, key: bytes) -> Flight:
         call.check_model(call.model)
-        call.fate, call.leads = "miss", True
-        call.max_tokens = max_tokens(call.doc)
+        call.fate, call.max_tokens = "miss", max_tokens(call.doc)
         choices = self.sender.choices(call)
         flight = Flight(key, call, self._loop)
         flight.reserved = call.reserve(choices[0].demand)
+        call.leads = True
         if call.may_join:
             self.flights.start(flight)
         self.sender.launch(flight, choices)
@@ -6563,14 +6627,14 @@ def _upstreams(status: dict[str, Any]) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
     table.add_column("upstream", no_wrap=True, ratio=3, overflow="ellipsis")
     table.add_column("limit", no_wrap=True, ratio=3, overflow="ellipsis")
-    table.add_column("state", no_wrap=True, ratio=1, overflow="ellipsis", min_width=10)
+    table.add_column("state", no_wrap=True, ratio=1, overflow="ellipsis", min_width=12)
     for upstream in status["upstreams"]:
-        limit = f"{upstream['running']}/{upstream['concurrency']} calls, "
-        limit += f"{_short(upstream['inflight_tokens'])} tok"
+        limit = f"{upstream['running']}/{upstream['concurrency']} calls{_limits_used(upstream)}"
+        limit += f", {_short(upstream['inflight_tokens'])} tok"
         style = {"up": "green", "unknown": "dim"}.get(upstream["state"], "bold red")
         name = "" if upstream["name"] in upstream["url"] else f"{upstream['name']} "
         name += upstream["url"] + (f" {upstream['model']}" if upstream["model"] else "")
-        table.add_row(Text(name), limit + _limits_used(upstream), Text(upstream["state"], style))
+        table.add_row(Text(name), limit, Text(upstream["state"], style))
         for key in upstream["keys"]:
             style = "green" if key["state"] == "ok" else "bold red"
             limit = f"{key['calls']} calls{_limits_used(key)}"
