@@ -97,6 +97,7 @@ SLICE_BYTES = 64 * 1024  # one write to a caller; also aiohttp's high-water mark
 KEPT_OVERHEAD_BYTES = 2048  # headers, keys and aliases of one kept answer, counted with it
 MAX_ALIASES = 4  # spellings of one body that skip the JSON parser
 MAX_PASSED = 32  # times that lighter calls may pass a waiting head
+MAX_TOKENS = 2**25  # a usage beyond it is none: no model has such a context
 MAX_MODELS = 1000  # models and circuits remembered; the least recently used goes first
 HEADER_LINE_BYTES = 64 * 1024  # aiohttp's 8,190 is less than real agents send
 IDLE_S = 4.0  # upstream keep-alive: llama.cpp closes after 5.0 s idle
@@ -173,8 +174,9 @@ class ProxyError(Exception):
 # Of OpenAI and its kind, Anthropic, Google, GitHub, AWS, Slack, JSON web tokens, our own; and what
 # stands where a key would.
 _SECRETS = re.compile(
-    r"(?<![A-Za-z0-9])(?:sk|pk|rk|gsk|hf|xai|pplx|r8|nvapi|ghp|gho|github_pat|glpat|xox[abp]|AIza|AKIA|eyJ|llmp)"
-    r"[-_A-Za-z0-9.]{12,}|(?i:bearer|basic)\s+[^\s\"',;]{6,}"
+    r"(?<![A-Za-z0-9])(?:[spr]k[-_]|(?:gsk|hf|r8|gh[pos]|github_pat)_|AIza|AKIA|eyJ"
+    r"|(?:xai|pplx|nvapi|glpat|xox[abp]|llmp)-)[-_A-Za-z0-9.]{12,}"
+    r"|(?i:bearer|basic)\s+[^\s\"',;]{6,}"
     r"|(?i:(?:[?&;]|%3f|%26)(?:key|api[-_]?key|token|access_token)(?:=|%3d))[^&\s\"']+"
 )
 
@@ -733,10 +735,12 @@ def read_secret(rule: KeyRule, env: Mapping[str, str]) -> str:
             found = subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=30)
             secret = found.stdout.decode()
     except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"upstream_key: {rule.source}: {_why_unreadable(error)}") from None
+        why = _why_unreadable(error)
+        raise ConfigError(f"upstream_key: {printable(rule.source)}: {why}") from None
     secret = secret.strip()
     if not secret or not secret.isprintable() or not secret.isascii():
-        raise ConfigError(f"upstream_key: {rule.source} {why if not secret else 'is no key'}")
+        why = why if not secret else "is no key"
+        raise ConfigError(f"upstream_key: {printable(rule.source)} {why}")
     return secret
 
 
@@ -1302,7 +1306,17 @@ class Gate:
 
     def _is_giant(self, demand: Demand) -> bool:
         """Larger than a whole bucket: it waits for an untouched one, so nobody may pass it."""
-        return self.tpm is not None and demand.tokens > self.tpm.limit
+        limits = [key.tpm.limit if key.tpm is not None else math.inf for key in self.pool]
+        limit = self.tpm.limit if self.tpm is not None else math.inf
+        return demand.tokens > min(limit, max(limits, default=math.inf))
+
+    def _blocking(self) -> _Waiter | None:
+        """A giant that has waited for long, wherever it stands: the others let it go first."""
+        if self.tpm is None and not any(key.tpm is not None for key in self.pool):
+            return None
+        since = self._clock() - WINDOW_S / 2
+        waiting = (w for w in self._queue if w.entered_at < since and self._is_giant(w.demand))
+        return next(waiting, None)
 
     def _fits_weight(self, demand: Demand) -> bool:
         return self.weight + min(demand.weight, self.capacity) <= self.capacity
@@ -1352,7 +1366,7 @@ class Gate:
         if (wait_s := self.free_at(demand) - now) > timeout_s:
             why = f"the upstream asks to wait {wait_s:.0f} s, longer than --queue-timeout"
             raise ProxyError("queue_timeout", why, retry_after_s=wait_s)
-        full = len(self._queue) >= queue_size and not chances
+        full = len(self._queue) >= queue_size + self.slots * bool(chances)
         if full and self._fits(demand) and self._pick(demand)[0] is not None:
             # Where only such wait as the upstream holds back, this one goes at once.
             full = not all(self._pick(w.demand)[1] for w in self._queue)
@@ -1373,7 +1387,9 @@ class Gate:
         head: _Waiter | None = None
         is_limited = False
         fresh: set[tuple[str, str]] | None = None
-        for waiter in self._queue if self.running < self.slots else ():
+        blocking = self._blocking()
+        queue = self._queue if blocking is None else [blocking]
+        for waiter in queue if self.running < self.slots else ():
             key, is_held_back = self._pick(waiter.demand)
             if is_held_back:
                 is_limited = True
@@ -1454,6 +1470,8 @@ class Gate:
         self._remove(waiter)
         self._refund(waiter)
         why = f"waited {timeout_s:.0f} s for a turn (--queue-timeout); {ahead} are ahead"
+        if self._limited_total() - waiter.limited_s > timeout_s / 2:
+            why += "; rpm, tpm or a pause that the upstream asked for holds the queue up"
         error = ProxyError("queue_timeout", why, retry_after_s=self._promise(waiter))
         if not waiter.future.done():
             waiter.future.set_exception(error)
@@ -2422,21 +2440,21 @@ def whole_number(value: Any) -> int | None:
         value = int(value)
     if type(value) is float and value.is_integer():
         value = int(value)
-    return min(value, 2**40) if type(value) is int and value >= 0 else None
+    return value if type(value) is int and value >= 0 else None
 
 
 def max_tokens(doc: Mapping[str, Any]) -> int | None:
     """The larger of all limits on the output that a body names."""
     names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
     found = [n for name in names if name in doc and (n := whole_number(doc[name])) is not None]
-    return max(found, default=None)
+    return min(max(found), 2**31) if found else None
 
 
 def copies(doc: Mapping[str, Any]) -> int:
     """How many answers a body asks for."""
     prompts: Any = doc.get("prompt")
     is_many = isinstance(prompts, list) and any(type(prompt) is not int for prompt in prompts)
-    wanted = [whole_number(doc[name]) or 1 for name in ("n", "best_of") if name in doc]
+    wanted = [min(whole_number(doc[n]) or 1, 10_000) for n in ("n", "best_of") if n in doc]
     return (len(prompts) if is_many else 1) * max([1, *wanted])
 
 
@@ -2641,7 +2659,8 @@ def _inner(doc: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _whole(doc: dict[str, Any], name: str) -> int:
-    return whole_number(doc.get(name)) or 0
+    value = whole_number(doc.get(name)) or 0
+    return value if value < MAX_TOKENS else 0
 
 
 def decoded(body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -3064,13 +3083,11 @@ class Budgets:
             ProxyError: budget_exceeded where one cannot fit, queue_timeout where the reservations
                 of others did not settle in time.
         """
-        self._check(wanted)
-        mine = {id(budget) for budget, _ in wanted}
-        is_first = not any(id(b) in mine for saver in self._waiting for b, _ in saver.wanted)
-        if is_first and all(budget.fits(amount) for budget, amount in wanted):
-            return Stake(self, wanted)
         saver = _Saver(wanted, asyncio.get_running_loop().create_future())
         self._waiting.append(saver)
+        self.changed()
+        if saver.future.done():
+            return saver.future.result()
         try:
             async with asyncio.timeout(timeout_s):
                 return await saver.future
@@ -3098,11 +3115,11 @@ class Budgets:
             except ProxyError as error:
                 saver.future.set_exception(error)
                 continue
-            mine = {id(budget) for budget, _ in saver.wanted}
-            if not mine & blocked and all(b.fits(amount) for b, amount in saver.wanted):
-                saver.future.set_result(Stake(self, saver.wanted))
+            short = {id(budget) for budget, amount in saver.wanted if not budget.fits(amount)}
+            if short or any(id(budget) in blocked for budget, _ in saver.wanted):
+                blocked |= short  # and nobody passes it there; other budgets are not its own
             else:
-                blocked |= mine
+                saver.future.set_result(Stake(self, saver.wanted))
         self._waiting = [saver for saver in self._waiting if not saver.future.done()]
 
     def _check(self, wanted: list[tuple[Budget, int]]) -> None:
@@ -3110,12 +3127,12 @@ class Budgets:
             budget.roll(self.now())
             if budget.is_spent(amount):
                 left = max(0, budget.limit - budget.spent)
-                unit = "tokens are" if budget.soft else "micro-dollars are"
-                text = f"{left} {unit}" if budget.soft else f"{left / 1e6:.6f} USD is"
+                text = f"{left} tokens are" if budget.soft else f"{left / 1e6:.6f} USD is"
+                need = f"{amount} tokens" if budget.soft else f"{amount / 1e6:.6f} USD"
                 why = f"{budget.name}: {text} left of the {budget.window or 'task'}'s budget"
                 now, window = self.now(), budget.window
                 wait_s = period_end(now, window) - now if window else None
-                why += ", the call may need more"
+                why += f", the call may need {need}"
                 raise ProxyError("budget_exceeded", why, retry_after_s=wait_s)
 
 
@@ -3458,7 +3475,8 @@ def shown_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row for people and programs: USD, booleans, the steps as a list."""
     shown = {key: value for key, value in row.items() if not key.endswith("_micros")}
     for name in ("cost", "reserved", "saved"):
-        shown[f"{name}_usd"] = (row[f"{name}_micros"] or 0) / 1e6
+        micros = row[f"{name}_micros"]  # a cost of NULL: the model had no price
+        shown[f"{name}_usd"] = None if micros is None else micros / 1e6
     for name in [name for name in shown if name.endswith("_ms")]:
         shown[name] = round(shown[name] or 0.0, 1)
     for name in ("stream", "tokens_estimated"):
@@ -3482,6 +3500,8 @@ def spend_query(by: str, since_unix: float) -> tuple[str, list[Any]]:
         "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN tokens_in END), 0) AS tokens_in, "
         "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN tokens_out END), 0) AS tokens_out, "
         "coalesce(sum(cost_micros), 0) / 1e6 AS cost_usd, "
+        "coalesce(sum(CASE WHEN cost_micros IS NULL THEN tokens_in + tokens_out END), 0) "
+        "AS unpriced_tokens, "
         "coalesce(sum(saved_micros), 0) / 1e6 AS saved_usd "
         "FROM calls WHERE time_unix >= ? GROUP BY name ORDER BY "
         + ("name" if by == "day" else "cost_usd DESC, tokens_in DESC"),
@@ -3779,9 +3799,19 @@ class Upstream:
                 data = data.replace(key.secret.encode(), b"*" * len(key.secret))
         return data
 
+    def begun_key(self, data: bytes) -> int:
+        """How many of the last bytes may be the beginning of a key, to be held back."""
+        longest = 0
+        for key in self.gate.pool:
+            secret = key.secret.encode()
+            sizes = range(min(len(secret) - 1, len(data)), longest, -1)
+            longest = next((n for n in sizes if data.endswith(secret[:n])), longest)
+        return longest
+
     def head_of(self, response: aiohttp.ClientResponse) -> Head:
         head = head_of(response)
         for key in self.gate.pool:
+            head.reason = head.reason.replace(key.secret, "***")
             for name in [n for n, value in head.headers.items() if key.secret in value]:
                 values = [v.replace(key.secret, "***") for v in head.headers.popall(name)]
                 head.headers.extend((name, value) for value in values)
@@ -4270,7 +4300,7 @@ class Call:
     used_prompt = used_output = 0  # by all attempts
     expected = NO_USAGE  # what an open row says, in case that it is lost
     steps: tuple[dict[str, Any], ...] = ()
-    is_recorded = False
+    is_recorded = is_unpriced = False
     timing = NO_TIME
     usage = NO_USAGE
 
@@ -4326,8 +4356,8 @@ class Call:
             if value := self.low.get(name):
                 is_bearer = name == "authorization" and value[:7].lower() == "bearer "
                 yield value[7:].strip() if is_bearer else value
-        if key := re.search(r"[?&]key=([^&]*)", self.raw_path):
-            yield urllib.parse.unquote(key[1])
+        for key in re.findall(r"[?&]key=([^&]*)", self.raw_path):
+            yield urllib.parse.unquote(key)
 
     @property
     def may_cost(self) -> bool:
@@ -4436,6 +4466,7 @@ class Counters:
             "upstream": call.upstream, "fate": call.fate, "status": call.status, "code": call.code,
             "stream": call.is_stream,
             "queue_ms": round(call.timing.queue_s * 1000, 1),
+            "limit_ms": round(call.timing.limit_s * 1000, 1),
             "retry_ms": round(call.timing.retry_s * 1000, 1),
             "ttft_ms": round(min(call.timing.upstream_s, call.elapsed_s) * 1000, 1),
             "total_ms": round(call.elapsed_s * 1000, 1),
@@ -4631,6 +4662,7 @@ class Books:
         call.due_tokens += tokens
         if price is None:
             self.counters.unpriced_tokens += tokens
+            call.is_unpriced = True
         else:
             cost = price.cost(usage)
             call.cost_micros += cost
@@ -4662,7 +4694,8 @@ class Books:
             call.attempts, call.is_stream, timing.queue_s * 1000, timing.limit_s * 1000,
             timing.retry_s * 1000, min(timing.upstream_s, total_s) * 1000, total_s * 1000,
             usage.prompt, usage.cached, usage.written, usage.completion, usage.reasoning,
-            usage.is_estimated, call.cost_micros, call.reserved_micros, call.saved_micros,
+            usage.is_estimated, None if call.is_unpriced else call.cost_micros,
+            call.reserved_micros, call.saved_micros,
             json.dumps(call.steps) if call.steps else "", state,
         )  # fmt: skip
 
@@ -5064,8 +5097,7 @@ class Sender:
     async def _attempts(self, flight: Flight, choice: Choice) -> Failure | None:
         call = flight.leader
         plan = self.plan(call, choice)
-        began_at = self.clock()
-        was_refused = False
+        began_at, was_refused, loads = self.clock(), False, 0
         while True:
             failure = await self._attempt(flight, choice, plan)
             if failure is None:
@@ -5076,6 +5108,8 @@ class Sender:
                 self._uncount(flight, choice)
                 waited_s = flight.timing.queue_s + flight.timing.limit_s + self.clock() - began_at
                 await choice.upstream.wait_ready(self.settings.queue_timeout - waited_s)
+                await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
+                loads += 1
                 self._spawn(choice.upstream.learn_props())
                 continue
             if plan.asks_usage and self._refuses_usage(failure, choice, call.name):
@@ -5775,10 +5809,8 @@ class Passage:
         finally:
             sender.in_flight -= 1
 
-    async def _through(
-        self, choice: Choice, plan: Plan, watchdog: Watchdog
-    ) -> web.StreamResponse:
-        """One exchange, chunk by chunk. While we wait for the caller, the watchdog rests."""
+    async def _through(self, choice: Choice, plan: Plan, watchdog: Watchdog) -> web.StreamResponse:
+        """One exchange. While we wait for the caller, the watchdog rests."""
         call, request, sender = self._call, self._request, self._sender
         sent_at = sender.clock()
         body: bytes | AsyncIterator[bytes] | None = call.body
@@ -5787,16 +5819,7 @@ class Passage:
             if "content-length" in call.low:
                 plan.headers["Content-Length"] = call.low["content-length"]
             body = self._upload.chunks(watchdog)
-        self._is_unsettled = self._permit is not None
-        if self._permit is not None:
-            self._permit.was_sent = True
-        try:
-            response = await choice.upstream.open(call.method, plan.raw_path, plan.headers, body)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-            self._is_unsettled = False
-            if self._permit is not None:
-                self._permit.was_sent = False
-            raise
+        response = await self._open(choice, plan, body)
         try:
             call.timing.upstream_s = sender.clock() - sent_at
             call.status = response.status
@@ -5809,23 +5832,47 @@ class Passage:
             reply = call.reply = self._relay.reply(call, head)
             await reply.prepare(request)
             watchdog.limit_s = plan.silence_s
-            content, first, tail = response.content, b"", bytearray()
-            keep_bytes = FLIGHT_BYTES if "Content-Encoding" in head.headers else self.TAIL_BYTES
-            while not content.at_eof():
-                chunk = await content.readany()
-                first = first or chunk
-                tail += chunk
-                if len(tail) > 2 * keep_bytes:
-                    del tail[:-keep_bytes]
-                watchdog.pause()
-                await reply.write(choice.upstream.hide(chunk), CALLER_S)
-                watchdog.resume()
+            first, tail = await self._pass_on(choice.upstream, response, reply, watchdog)
             await reply.write_eof()
             if self._attempt is not None:
-                self._record(choice, head, first, bytes(tail))
+                self._record(choice, head, first, tail)
             return reply
         finally:
             response.close()
+
+    async def _open(
+        self, choice: Choice, plan: Plan, body: bytes | AsyncIterator[bytes] | None
+    ) -> aiohttp.ClientResponse:
+        self._is_unsettled = self._permit is not None
+        if self._permit is not None:
+            self._permit.was_sent = True
+        try:
+            return await choice.upstream.open(self._call.method, plan.raw_path, plan.headers, body)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            self._is_unsettled = False
+            if self._permit is not None:
+                self._permit.was_sent = False
+            raise
+
+    async def _pass_on(
+        self, upstream: Upstream, response: aiohttp.ClientResponse, reply: Reply, watchdog: Watchdog
+    ) -> tuple[bytes, bytes]:
+        """The answer's body, chunk by chunk; returns its first and its last bytes."""
+        content, first, held, tail = response.content, b"", b"", bytearray()
+        keep_bytes = FLIGHT_BYTES if "Content-Encoding" in response.headers else self.TAIL_BYTES
+        while not content.at_eof():
+            chunk = await content.readany()
+            first = first or chunk
+            tail += chunk
+            if len(tail) > 2 * keep_bytes:
+                del tail[:-keep_bytes]
+            chunk = held + chunk
+            held = chunk[len(chunk) - upstream.begun_key(chunk) :]
+            watchdog.pause()
+            await reply.write(upstream.hide(chunk[: len(chunk) - len(held)]), CALLER_S)
+            watchdog.resume()
+        await reply.write(held, CALLER_S)
+        return first, bytes(tail)
 
     def _record(self, choice: Choice, head: Head, first: bytes, tail: bytes) -> None:
         assert self._attempt is not None
@@ -5840,9 +5887,8 @@ class Passage:
         """What the call used; where nobody says it, what was reserved."""
         call, self._is_unsettled = self._call, False
         if usage is None:
-            prompt_tokens = max(call.expected.prompt, self._upload.sent_bytes // 3)
             output = OUTPUT_TOKENS_ABSENT if self._stake is not None else 0
-            usage = Usage(prompt_tokens, 0, output, is_estimated=True)
+            usage = Usage(call.expected.prompt, 0, output, is_estimated=True)
         call.usage = usage
         self._sender.settle(call, usage, choice, self._permit)
 
@@ -5872,7 +5918,8 @@ class Passage:
         with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, RecursionError):
             async with asyncio.timeout(HEALTH_LIMIT_S):
                 status, body = await upstream.get(plan.raw_path, plan.headers, FLIGHT_BYTES)
-            doc = json.loads(body) if status == 200 else {}
+            odd = lambda constant: None  # noqa: E731  NaN is no JSON
+            doc = json.loads(body, parse_constant=odd) if status == 200 else {}
             models = doc.get("data") if isinstance(doc, dict) else None
             models = models if isinstance(models, list) else []
             return [m for m in models if isinstance(m, dict) and isinstance(m.get("id"), str)]
@@ -6083,6 +6130,8 @@ class Gateway:
         self.check_host(call)
         for name in call.own:
             self._own_header(call, name, call.low[name])
+        if call.task_budget and not call.task:
+            raise ProxyError("invalid_header", "x-llmproxy-task-budget wants an x-llmproxy-task")
         if "cache-control" in call.low:
             call.directives = cache_control(call.low["cache-control"])
 
@@ -6133,6 +6182,8 @@ class Gateway:
             if any(carries(call.path, key) for key in call.own_keys):
                 call.path = "/***"
                 raise ProxyError("invalid_request", "a key does not belong into the path")
+            if any(key in call.trace for key in call.own_keys):
+                call.trace = new_trace()
         if call.own:
             if call.task and call.who is not None:
                 call.task_budget = call.task_budget or call.who.rule.task_budget or 0
@@ -6171,6 +6222,9 @@ class Gateway:
         key = hashlib.sha256(scope + b"\0json\0" + canonical.data).digest()
         model = call.doc.get("model")
         call.model = model[:200] if isinstance(model, str) else ""
+        if any(key in call.model for key in call.own_keys):
+            call.model = ""
+            raise ProxyError("invalid_request", "a key is no model")
         call.size = canonical.size
         call.is_stream = call.doc.get("stream") is True
         # The same body on top of a conversation that the server holds is another turn.
@@ -6482,7 +6536,8 @@ async def run(settings: Settings, console: Console | None) -> int:
     async with Daemon(settings) as daemon:
         gateway = daemon.gateway
         if console is None:
-            print(f"llmproxy {__version__} on {daemon.url} -> {settings.upstream}", flush=True)
+            targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
+            print(f"llmproxy {__version__} on {daemon.url} -> {targets}", flush=True)
         if not is_loopback(settings.host) and not settings.clients:
             log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
         async with showing(gateway, daemon.url, console):
@@ -6527,7 +6582,8 @@ def log_line(kind: str, call: Call) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(row["time_unix"]))
     return (
         f"{clock} {row['fate']:8} {row['status']} {row['method']} {row['path']} "
-        f"model={row['model'] or '-'} client={row['client']} wait={row['queue_ms']:.0f}ms "
+        f"model={row['model'] or '-'} client={row['client']} "
+        f"wait={row['queue_ms'] + row['limit_ms']:.0f}ms "
         f"time={row['total_ms']:.0f}ms tokens={row['tokens_in']}/{row['tokens_out']} "
         f"trace={row['trace']}" + (f" error={row['code']}" if row["code"] else "")
     )
@@ -7081,7 +7137,8 @@ class _Parser(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings]
         near = difflib.get_close_matches(flag, known, 1)
         what = "flag" if flag.startswith("-") else "word"
-        self.error(f"unknown {what} {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+        mend = f"; did you mean {near[0]}?" if near else ""
+        self.error(f"unknown {what} {printable(flag)}{mend}")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -7155,7 +7212,11 @@ def _cmd_check(args: argparse.Namespace) -> int:
     Prices(settings)
     file = Path(args.config) if args.config else default_config_path(os.environ)
     print(f"{file}: " + ("fine" if file.exists() else "not there, defaults hold"))
-    print(f"would proxy {settings.upstream} on http://{settings.host}:{settings.port}")
+    targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
+    print(f"would proxy {targets} on http://{settings.host}:{settings.port}")
+    keys = [*settings.keys, *(key for rule in settings.upstreams for key in rule.keys)]
+    for missing in [key.env for key in keys if key.env and key.env not in os.environ]:
+        print(f"  upstream_key env {printable(missing)} is not set here; serve needs it")
     shown = settings.shown()
     for name, where in settings.given.items():
         print(f"  {flag_name(name)} = {shown[flag_name(name)]}   ({where})")
@@ -7235,7 +7296,9 @@ def _print_rows(args: argparse.Namespace, rows: list[dict[str, Any]], shown: Ite
     if args.csv:
         writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else list(shown))
         writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            lists = {name: json.dumps(v) for name, v in row.items() if isinstance(v, list)}
+            writer.writerow({**row, **lists})
         return
     from rich.table import Table
     from rich.text import Text
@@ -7252,7 +7315,7 @@ def _print_rows(args: argparse.Namespace, rows: list[dict[str, Any]], shown: Ite
 def _plain_console() -> Console:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 140)
+    return Console(width=None if sys.stdout.isatty() else 250)
 
 
 def _cell(value: Any) -> str:
@@ -7271,6 +7334,8 @@ def _cmd_calls(args: argparse.Namespace) -> int:
     for row in rows:
         row["at"] = time.strftime("%m-%d %H:%M:%S", time.localtime(row["time_unix"]))
     names = "at fate status model client queue_ms total_ms tokens_in tokens_out cost_usd trace"
+    if _plain_console().width < 130:
+        names = "at fate status cost_usd trace model"
     _print_rows(args, rows, names.split())
     return 0
 
@@ -7298,7 +7363,7 @@ def timeline(row: dict[str, Any]) -> Iterable[str]:
         yield f"  {0:>9.0f} ms  answered from what is kept ({row['fate']}), at no cost"
     waits = (("queue_ms", "waited for a slot"), ("limit_ms", "waited for rpm, tpm or a pause"))
     for name, what in waits:
-        if row[name] >= 0.1:
+        if row[name] >= 1:
             yield f"  {'':>9}     {what}: {row[name]:.0f} ms in all"
     for number, step in enumerate(row["steps"], 1):
         key = f" with key {step['key']}" if step["key"] not in ("", "caller's own") else ""
@@ -7306,7 +7371,7 @@ def timeline(row: dict[str, Any]) -> Iterable[str]:
             f"  {step['at_ms']:>9.0f} ms  attempt {number} at {step['upstream']}{key}: "
             f"{step['outcome']} after {step['ms']:.0f} ms"
         )
-    if row["steps"]:
+    if row["steps"] and row["status"] < 400:
         first_ms = row["steps"][-1]["at_ms"] + row["ttft_ms"]
         yield f"  {first_ms:>9.0f} ms  first byte, {row['ttft_ms']:.0f} ms after it was asked for"
     about = " (estimated)" if row["tokens_estimated"] else ""
@@ -7315,7 +7380,7 @@ def timeline(row: dict[str, Any]) -> Iterable[str]:
     yield (
         f"  {row['total_ms']:>9.0f} ms  {what}: {row['status']} {row['code']}".rstrip()
         + f", {row['fate']}, tokens {row['tokens_in']} in, {row['tokens_out']} out{about}, "
-        f"{row['cost_usd']:.6f} USD{saved}"
+        + ("no price" if row["cost_usd"] is None else f"{row['cost_usd']:.6f} USD") + saved
     )
 
 
@@ -7325,13 +7390,15 @@ def _cmd_spend(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(f"--since: {error}") from None
     rows = _read_ledger(args, *spend_query(args.by, time.time() - since_s))
-    names = ["name", "calls", "upstream_calls", "tokens_in", "tokens_out", "cost_usd", "saved_usd"]
+    names = ["name", "calls", "tokens_in", "tokens_out", "cost_usd", "unpriced_tokens"]
+    if _plain_console().width >= 110:
+        names[2:2], names[6:6] = ["upstream_calls"], ["saved_usd"]
     if not (args.json or args.csv):
         measure = "cost_usd" if any(row["cost_usd"] for row in rows) else "tokens_in"
         most = max((row[measure] for row in rows), default=0) or 1
         for row in rows:
             row["name"] = row["name"] or "-"
-            row[""] = "█" * math.ceil(24 * row[measure] / most)
+            row[""] = "█" * math.ceil(10 * row[measure] / most)
         names.append("")
     _print_rows(args, rows, names)
     return 0
@@ -7509,6 +7576,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(handlers=[stderr_log], level=logging.WARNING)
     try:
         args, rest = parser.parse_known_args(words_)
+        if rest and getattr(args, "name", "") is None and not rest[0].startswith("-"):
+            args.name = rest.pop(0)  # key new --config F NAME
         if rest:
             args.parser.refuse(rest)
         return int(args.run(args))

@@ -938,6 +938,35 @@ async def test_gate_lets_a_call_larger_than_its_bucket_go_at_last(
     await asyncio.gather(*late, return_exceptions=True)
 
 
+@pytest.mark.parametrize("on_key", [False, True])
+@aio
+async def test_gate_lets_a_second_giant_go_though_small_calls_sort_before_it(
+    monkeypatch: pytest.MonkeyPatch, on_key: bool
+) -> None:
+    monkeypatch.setattr(llmproxy, "WINDOW_S", 0.4)
+    bucket = Bucket(100)
+    pool = [Key("k", "sk", tpm=bucket)] if on_key else []
+    gate = Gate(8, 100, tpm=None if on_key else bucket, pool=pool)
+    done: list[str] = []
+
+    async def call(name: str, tokens: int) -> None:
+        permit = await gate.enter(Demand(1, tokens, client=name), timeout_s=0.4)
+        permit.was_sent = True
+        permit.settle(tokens, 0)
+        permit.leave()
+        done.append(name)
+
+    await call("giant", 500)  # its flow is far ahead now
+    giant = asyncio.create_task(call("giant", 500))
+    small: list[asyncio.Task[None]] = []
+    while not giant.done():
+        small.append(asyncio.create_task(call(f"small {len(small)}", 10)))
+        await asyncio.sleep(0.04)
+    await giant
+    assert done.count("giant") == 2
+    await asyncio.gather(*small, return_exceptions=True)
+
+
 @aio
 async def test_gate_refunds_who_left_the_queue() -> None:
     gate = Gate(1, 10)
@@ -1645,6 +1674,22 @@ async def test_budgets_wake_those_behind_a_head_that_left() -> None:
     assert behind.done()
     (await behind).settle(0)
     first.settle(0)
+
+
+@aio
+async def test_budgets_hold_nobody_up_for_another_clients_money() -> None:
+    budgets = llmproxy.Budgets(
+        Settings(budget=100, clients=[client_rule("a", budget=0.0001), client_rule("b")])
+    )
+    all_, mine = budgets.of("a")
+    first = await budgets.reserve([(all_, 60), (mine, 60)], 5)
+    waiting = asyncio.create_task(budgets.reserve([(all_, 60), (mine, 60)], 5))
+    await settle()
+    (await budgets.reserve([(all_, 60)], 0.01)).settle(60)  # b's own call goes at once
+    assert not waiting.done()
+    first.settle(10)
+    (await waiting).settle(10)
+    assert (all_.reserved, mine.spent) == (0, 20)
 
 
 @aio
@@ -3211,11 +3256,15 @@ async def test_a_client_key_goes_nowhere_in_any_disguise(
         assert (status, up.calls) == (400, calls) and key.encode() not in body
         assert key not in json.dumps([caller.counters.row(call) for call in caller.counters.recent])
         status, _, _ = await caller.fetch(ask("t"), CHAT, own)
+        status, _, _ = await caller.fetch(ask("m", model=f"m-{key}"), CHAT, own)
+        assert status == 400
+        _, headers, _ = await caller.fetch(ask("r"), CHAT, {**own, "x-request-id": f"x{key}"})
+        assert key not in headers["x-llmproxy-trace"]
         async with caller.session.request("TRACE", caller.url + CHAT, headers=own) as response:
             assert response.status == 400
 
 
-@pytest.mark.parametrize("kind", ["plain", "stream", "error", "header", "bypass"])
+@pytest.mark.parametrize("kind", ["plain", "stream", "error", "header", "bypass", "split"])
 @aio
 async def test_a_key_of_the_pool_reaches_no_caller(
     monkeypatch: pytest.MonkeyPatch, kind: str
@@ -3227,8 +3276,16 @@ async def test_a_key_of_the_pool_reaches_no_caller(
         body = json.dumps({"you": "sent", "key": said}).encode()
         if kind == "stream":
             await exchange.stream([chunk(said), *STREAM, DONE])
+        elif kind == "split":
+            await exchange.begin("text/plain")
+            for part in (b"Bearer sk-fr", b"om-e", b"nv, and sk-", b"f"):
+                await exchange.part(part)
+                await asyncio.sleep(0.02)
+            await exchange.end()
         elif kind == "header":
-            await exchange.plain(b"", "302 Found", f"Location: /x?{said}\r\nX-Echo: {said}\r\n")
+            await exchange.plain(
+                b"", f"302 Found {said}", f"Location: /x?{said}\r\nX-Echo: {said}\r\n"
+            )
         else:
             await exchange.plain(body, "500 X" if kind == "error" else "200 OK")
 
@@ -3236,12 +3293,13 @@ async def test_a_key_of_the_pool_reaches_no_caller(
         upstream(answer) as up,
         proxy(up.base, keys=[KeyRule(env="POOL_KEY")], retries=0) as caller,
     ):
-        url = caller.url + ("/v1/any" if kind == "bypass" else CHAT)
+        url = caller.url + ("/v1/any" if kind in ("bypass", "split") else CHAT)
         sent = ask(stream=kind == "stream")
         async with caller.session.post(url, json=sent, allow_redirects=False) as response:
             status, headers, body = response.status, response.headers, await response.read()
         assert status in (200, 302, 500) and up.calls == 1
-        assert b"sk-from-env" not in body + str(headers).encode()
+        assert b"sk-from-env" not in body + str(headers).encode() + str(response.reason).encode()
+        assert kind != "split" or body == b"Bearer ***********, and sk-f"
         assert b"***" in body or "***" in headers["X-Echo"]
 
 
@@ -3400,8 +3458,8 @@ async def test_every_fate_has_its_row_and_spend_is_the_providers_own_usage(tmp_p
     assert sorted(found[:3]) == [("joined", 200, 0, one, 0)] * 2 + [("miss", 200, one, 0, 1)]
     assert found[3:] == [
         ("hit", 200, 0, one, 0), ("miss", 200, one, 0, 1), ("miss", 200, one, 0, 2),
-        ("miss", 400, 0, 0, 1), ("miss", 200, 30 * 10 + 90 + 500, 0, 1), ("miss", 200, 0, 0, 1),
-        ("rejected", 400, 0, 0, 0), ("bypass", 200, 0, 0, 1),
+        ("miss", 400, 0, 0, 1), ("miss", 200, 30 * 10 + 90 + 500, 0, 1), ("miss", 200, None, 0, 1),
+        ("rejected", 400, 0, 0, 0), ("bypass", 200, None, 0, 1),
     ]  # fmt: skip
     leader = next(row for row in rows[:3] if row["fate"] == "miss")
     assert {row["shared"] for row in rows[:3]} == {"", leader["trace"]}
@@ -3412,7 +3470,7 @@ async def test_every_fate_has_its_row_and_spend_is_the_providers_own_usage(tmp_p
         pytest.approx(3 * one / 1e6),
     )
     assert status["unpriced_tokens"] == 20  # the model without a price, and the upload's usage
-    assert book.today.spent == sum(row["cost_micros"] for row in rows)
+    assert book.today.spent == sum(row["cost_micros"] or 0 for row in rows)
     steps = json.loads(rows[5]["steps"])
     assert [step["outcome"] for step in steps] == ["503", "200"]
 
@@ -3750,6 +3808,8 @@ def test_whatever_a_body_names_as_its_limits_is_reserved() -> None:
     )
     assert parsed is not None and parsed[1].size.tokens == 9010
     assert 9000 < Learned().prompt_tokens(parsed[1].size) < 9100
+    absurd = b'{"usage":{"prompt_tokens":7,"completion_tokens":1e99}}'
+    assert llmproxy.read_usage(absurd, False) == Usage(7, 0, 0)
     usage = b'{"usage":{"prompt_tokens":1000.0,"completion_tokens":200},"x":"\\"usage\\":{}","y":{"usage":{}}}'
     assert llmproxy.read_usage(usage, False) == Usage(1000, 0, 200)
 
@@ -4377,6 +4437,8 @@ async def test_own_headers_that_are_wrong_are_named() -> None:
             ("x-llmproxy-priority", "urgent"),
             ("x-llmproxy-retry", "yes"),
             ("x-llmproxy-prio", "high"),
+            ("x-llmproxy-prority", "high"),
+            ("x-llmproxy-task-budget", "100"),
             ("x-llmproxy-task-budget", "five"),
         ]:
             status, headers, body = await caller.fetch(ask(), headers={name: value})
