@@ -4794,8 +4794,9 @@ class Reply(web.StreamResponse):
         """
         if self._is_bodiless or not data:
             return
+        limit_s = limit_s or (None if self._takes(len(data)) else CALLER_S)
         try:
-            async with self._limit(len(data), limit_s):
+            async with asyncio.timeout(limit_s) if limit_s else _NO_LIMIT:
                 for part in slices(data):  # a slow caller holds a slice, not the whole
                     await self._writer.write(part)
         except (ConnectionError, TimeoutError):  # the caller's end, no upstream is to blame
@@ -4821,15 +4822,17 @@ class Reply(web.StreamResponse):
             await self.write(body)
             body = b""
         try:
-            async with self._limit(len(body)):
+            if self._takes(len(body)):
                 await self._writer.write_eof(body)
+            else:
+                async with asyncio.timeout(CALLER_S):
+                    await self._writer.write_eof(body)
         except (ConnectionError, TimeoutError):
             raise CallerGone from None
 
-    def _limit(self, size_bytes: int, limit_s: float | None = None) -> Any:
-        """A timer, unless the socket surely takes it: a caller that never reads is cut off."""
-        is_small = size_bytes <= SLICE_BYTES // 4 and not self._protocol.writing_paused
-        return _NO_LIMIT if is_small and limit_s is None else asyncio.timeout(limit_s or CALLER_S)
+    def _takes(self, size_bytes: int) -> bool:
+        """Whether the socket surely takes so much; else a caller that never reads is cut off."""
+        return size_bytes <= SLICE_BYTES // 4 and not self._protocol.writing_paused
 
     def abort(self, request: web.BaseRequest) -> None:
         """Break the connection, so that the caller cannot take what came for the whole."""
@@ -5451,7 +5454,11 @@ class Sender:
     ) -> None:
         """What a call really used, to all who had reserved for it."""
         if call.route is None or not call.route.is_free:
-            self.books.settle(call, usage, choice.model)
+            if self.books.is_plain and not call.task:
+                self.counters.spent(usage)
+                self.counters.unpriced_tokens += usage.prompt + usage.completion
+            else:
+                self.books.settle(call, usage, choice.model)
             call.used_prompt += usage.prompt
             call.used_output += usage.completion
         if permit is not None:
