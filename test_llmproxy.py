@@ -810,6 +810,7 @@ async def test_gate_tells_when_a_rejected_call_would_have_gone() -> None:
         permit.settle(100, 0)
         permit.leave()
     tasks = [await enter(gate, prompt_tokens=100, timeout_s=0.05) for _ in range(20)]
+    last = [await enter(gate, prompt_tokens=100, timeout_s=wait_s) for wait_s in (0.4, 0.5)]
     waits = []
     for task in tasks:
         with pytest.raises(ProxyError) as caught:
@@ -817,6 +818,11 @@ async def test_gate_tells_when_a_rejected_call_would_have_gone() -> None:
         waits.append(caught.value.retry_after_s)
     assert waits[:10] == pytest.approx([60.0] * 10, rel=0.1)
     assert waits[10:] == pytest.approx([121.0] * 10, rel=0.1)
+    clock.now += 1  # a new forecast still knows whom it told to come again
+    for task in last:
+        with pytest.raises(ProxyError) as caught:
+            await task
+        assert caught.value.retry_after_s == pytest.approx(181.0, rel=0.1)
 
 
 @aio
@@ -3164,6 +3170,22 @@ async def test_fallback_to_an_upstream_keeps_the_model_and_an_open_circuit_costs
 
 
 @aio
+async def test_a_permit_is_given_back_where_the_circuit_refuses_after_it() -> None:
+    async with two_upstreams(fallback="two") as (one, two, caller):
+        await asyncio.gather(*caller.sender._tasks)  # it has met its upstreams
+        gate = caller.sender.upstreams[0].gate
+        gate.resize(0, 10)
+        task = asyncio.create_task(caller.fetch(asked_for("a-model")))
+        await until(lambda: gate.queued == 1)
+        circuit = caller.sender.circuits["one", "a-model", CHAT]
+        circuit.state, circuit._trial_at = State.OPEN, circuit._clock() + 60
+        gate.resize(1, 10)
+        status, headers, _ = await task
+        assert (status, headers["x-llmproxy-fallback"], one.calls, two.calls) == (200, "two", 0, 1)
+        assert gate.permits == set() and gate.running == 0
+
+
+@aio
 async def test_a_kept_answer_is_better_than_a_fallback_that_fails_too() -> None:
     async def answer(exchange: Exchange) -> None:
         await exchange.plain(b"{}", "500 X") if one.calls > 1 else await exchange.plain()
@@ -3375,6 +3397,7 @@ async def test_a_plain_answer_that_nobody_reads_is_ended(monkeypatch: pytest.Mon
         _, writer = await raw_call(caller.url, ask())
         await until(lambda: up.calls == 1)
         await until(lambda: caller.gateway.open_calls == 0)
+        assert caller.counters.recent[-1].code == "caller_too_slow"
         writer.close()
 
 
