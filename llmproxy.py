@@ -3327,7 +3327,8 @@ class Ledger:
             return
         self._held.clear()
         if self.trouble:
-            log.warning("ledger: %s is written again", self.path)
+            lost = f"; {self.lost_rows} rows were lost" if self.lost_rows else ""
+            log.warning("ledger: %s is written again%s", self.path, lost)
             self.trouble = ""
 
     def _put_all(self, db: sqlite3.Connection) -> None:
