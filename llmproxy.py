@@ -104,6 +104,8 @@ IDLE_S = 4.0  # upstream keep-alive: llama.cpp closes after 5.0 s idle
 CALLER_S = 60.0  # an upload that stalls longer is ended
 DRAIN_S = 30.0  # what calls in flight get after SIGTERM
 HEALTH_EVERY_S, HEALTH_LIMIT_S = 2.0, 1.5
+LOOK_S = 1.5  # between two looks at llama.cpp: asked for its slots more often, it misses hang-ups
+RESTART_S = 15.0  # a llama.cpp that is gone is expected back for so long
 BACKOFF_S = 0.3  # first retry; doubles, with as much again of random jitter on top
 LONGEST_PAUSE_S = 900.0  # a key that is to rest for longer is tried again after this
 REFUSED_KEY_S = 60.0  # and one that was answered 401 or 403 after this
@@ -335,6 +337,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 NONE = {"none": None}
+LEVELS = {"auto": "auto", "adaptive": "adaptive"}
 
 
 def matches(globs: list[str], model: str) -> bool:
@@ -403,7 +406,7 @@ class UpstreamRule:
     name: str = ""
     url: str = setting("", parse_url, "URL", "base URL")
     models: list[str] = setting([], str, "glob", "models that it serves; none: all")
-    concurrency: int | str | None = setting(None, parse_count, "calls", also={"auto": "auto"},
+    concurrency: int | str | None = setting(None, parse_count, "calls", also=LEVELS,
         text="as the setting of this name, which is the default")
     inflight_tokens: int | None = setting(None, parse_count, "tokens", "likewise")
     rpm: int | None = setting(None, parse_count, "requests", "likewise")
@@ -464,10 +467,15 @@ class Settings:
     total_timeout: float | None = setting(None, parse_seconds, "s", also=NONE, text=
         "limit for one whole upstream attempt")
     connect_timeout: float = setting(5.0, parse_seconds, "s", "limit for connecting")
-    concurrency: int | str = setting(16, parse_count, "calls", also={"auto": "auto"}, text=
-        "upstream calls at once; auto: the slots that llama.cpp reports")
+    concurrency: int | str = setting(16, parse_count, "calls", also=LEVELS, text=
+        "upstream calls at once; auto: the slots that llama.cpp reports; adaptive: found while "
+        "it runs")
     inflight_tokens: int | None = setting(None, parse_count, "tokens", also=NONE, text=
-        "prompt tokens in flight at once; none: concurrency x 4000")
+        "prompt tokens in flight at once; none: concurrency x 4000, or with auto the context "
+        "that llama.cpp reports")
+    upstream_stream: str = setting("auto", one_of("auto", "off"), "", text=
+        "auto: ask llama.cpp with stream: true for plain calls too, so that a caller who leaves "
+        "frees the slot at once")
     rpm: int | None = setting(None, parse_count, "requests", also=NONE, text=
         "requests a minute to an upstream")
     tpm: int | None = setting(None, parse_count, "tokens", also=NONE, text=
@@ -976,6 +984,7 @@ class Demand:
     model: str = ""
     size_bytes: int = 0
     circuit: Circuit | None = None
+    places: int = 1  # of the gate's slots: llama.cpp gives each of several answers one
     refused_by: Key | None = None  # the upstream's 403 may be for the call, not the key
 
     @property
@@ -987,13 +996,15 @@ class Permit:
     """What an attempt holds: a slot, its weight, a key, a reservation. `leave` gives it back."""
 
     __slots__ = (
-        "_gate", "_is_settled", "_pauses", "demand", "granted_at", "key", "reservation",
-        "was_sent", "weight",
+        "_gate", "_is_settled", "_pauses", "demand", "granted_at", "key", "places", "reservation",
+        "was_sent", "weight", "work",
     )  # fmt: skip
 
     def __init__(self, gate: Gate, demand: Demand, weight: int, key: Key, now: float) -> None:
         self._gate, self.demand, self.weight, self.key = gate, demand, weight, key
         self.granted_at = now
+        self.places = max(1, min(demand.places, gate.slots))
+        self.work = 0.0  # what it came to, for the gate that looks for its best level
         self._is_settled = self.was_sent = False
         self._pauses = key.active(demand.model) if key.pauses else ()
         for pause in self._pauses:
@@ -1017,7 +1028,10 @@ class Permit:
             self._gate.recover(self.key)
 
     def strike(self, reason: str, wait_s: float | None) -> None:
-        self._gate.strike(self, reason, wait_s)
+        gate = self._gate
+        if gate.adaptive is not None and reason == "429":
+            gate.slots = gate.adaptive.overloaded()
+        gate.strike(self, reason, wait_s)
 
     def refuse(self, status: str) -> bool:
         """The upstream answered 401 or 403; returns whether it is the key that it refuses.
@@ -1056,6 +1070,7 @@ class Permit:
         if self._is_settled:
             return
         self._is_settled = True
+        self.work = Adaptive.work(prompt_tokens, output_tokens)
         self._gate.settle(self.demand, prompt_tokens + output_tokens)
         if self.reservation is not None:
             self.reservation.settle(prompt_tokens, output_tokens)
@@ -1113,8 +1128,9 @@ class Gate:
     ) -> None:  # fmt: skip
         self.slots, self.capacity, self.rpm, self.tpm = slots, capacity, rpm, tpm
         self.pool = list(pool)
-        self.running = self.weight = self.queued_bytes = 0
+        self.running = self.taken = self.weight = self.queued_bytes = 0
         self.permits: set[Permit] = set()
+        self.adaptive: Adaptive | None = None
         self.service_s = 1.0  # running mean of how long a permit is held
         self.used_share = 1.0  # and of what is used of the tokens that are reserved
         self.accounts: set[tuple[str, str]] = set()  # client and model; two are as good as many
@@ -1197,7 +1213,11 @@ class Gate:
 
     def leave(self, permit: Permit) -> None:
         self.permits.discard(permit)
+        if self.adaptive is not None:
+            is_full = self.taken >= self.slots and bool(self._queue)
+            self.slots = self.adaptive.done(permit.work, is_full)
         self.running -= 1
+        self.taken -= permit.places
         self.weight -= permit.weight
         self.service_s += 0.1 * (self._clock() - permit.granted_at - self.service_s)
         self.dispatch()
@@ -1298,7 +1318,7 @@ class Gate:
 
     def _fits(self, demand: Demand) -> bool:
         return (
-            self.running < self.slots
+            self._fits_slots(demand)
             and self._fits_weight(demand)
             and (self.rpm is None or self.rpm.fits(1))
             and (self.tpm is None or self.tpm.fits(demand.tokens))
@@ -1317,6 +1337,9 @@ class Gate:
         since = self._clock() - WINDOW_S / 2
         waiting = (w for w in self._queue if w.entered_at < since and self._is_giant(w.demand))
         return next(waiting, None)
+
+    def _fits_slots(self, demand: Demand) -> bool:
+        return self.taken + max(1, min(demand.places, self.slots)) <= self.slots
 
     def _fits_weight(self, demand: Demand) -> bool:
         return self.weight + min(demand.weight, self.capacity) <= self.capacity
@@ -1338,6 +1361,7 @@ class Gate:
     def _grant(self, demand: Demand, key: Key) -> Permit:
         permit = Permit(self, demand, min(demand.weight, self.capacity), key, self._clock())
         self.running += 1
+        self.taken += permit.places
         self.weight += permit.weight
         self.permits.add(permit)
         if len(self.accounts) < 2:
@@ -1389,7 +1413,7 @@ class Gate:
         fresh: set[tuple[str, str]] | None = None
         blocking = self._blocking()
         queue = self._queue if blocking is None else [blocking]
-        for waiter in queue if self.running < self.slots else ():
+        for waiter in queue if self.taken < self.slots else ():
             key, is_held_back = self._pick(waiter.demand)
             if is_held_back:
                 is_limited = True
@@ -1402,7 +1426,8 @@ class Gate:
             if key is not None and self._fits(waiter.demand):
                 head.passed += waiter is not head
                 return waiter, key
-            is_limited = is_limited or self._fits_weight(waiter.demand)
+            has_room = self._fits_weight(waiter.demand) and self._fits_slots(waiter.demand)
+            is_limited = is_limited or has_room
             if head.passed >= MAX_PASSED or self.weight >= self.capacity:
                 break
             if self._is_giant(head.demand):
@@ -1570,6 +1595,138 @@ class _Future:
         self._back.append((at + self._hold_s, used))
         self._taken_at = at
         return at
+
+
+class Adaptive:
+    """The number of calls at once with which an upstream gets most done, found while it runs.
+
+    Strategy: incremental steps (Heiss, Wagner, Adaptive load control in transaction processing
+    systems, VLDB 1991), with a memory of the levels that were tried. Only while calls wait does
+    the level decide anything; then the work done in a second is measured from one answer to
+    another. Upwards a step has to gain GAIN, or it is taken back; downwards it has to lose that
+    much. So of levels that are as good the lowest wins, whose answers come soonest. The level
+    grows by a half until that gains nothing, then is tried one up and one down in turn, ever more
+    seldom while neither helps. A 429 takes a quarter off (AIMD).
+    """
+
+    GAIN, MOST = 0.04, 128
+
+    def __init__(self, level: int = 4, clock: Clock = time.monotonic) -> None:
+        self.level = level
+        self._clock = clock
+        self._rates: dict[int, float] = {}
+        self._best = level
+        self._is_climbing = True
+        self._direction = 1
+        self._rest = self._patience = 1  # windows until the next try, and after it
+        self._skipped = level  # answers of calls that began at another level
+        self._answers = 0
+        self._work = 0.0
+        self._began_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Adaptive {self.level}, best {self._best}>"
+
+    @staticmethod
+    def work(prompt_tokens: int, output_tokens: int) -> float:
+        """What a call came to, in tokens written; one of a prompt costs a tenth of that."""
+        return prompt_tokens / 10 + output_tokens
+
+    def done(self, work: float, is_full: bool) -> int:
+        """A call has ended. `is_full`: the level held others back. Returns the level from now."""
+        if not is_full:
+            self._answers = 0
+            return self.level
+        if self._skipped > 0:
+            self._skipped -= 1
+            return self.level
+        now = self._clock()
+        if not self._answers:
+            self._began_at, self._work = now, 0.0
+        else:
+            self._work += max(work, 1.0)
+        self._answers += 1
+        if self._answers > max(12, 4 * self.level) and now > self._began_at:
+            self._decide(self._work / (now - self._began_at))
+        return self.level
+
+    def overloaded(self) -> int:
+        """The upstream says that it is too much, once for all calls that were with it."""
+        if self._skipped <= 0:
+            self._is_climbing = False
+            self._rates.clear()
+            self._best = max(1, self.level * 3 // 4)
+            self._go(self._best)
+        return self.level
+
+    def _go(self, level: int) -> None:
+        self._skipped = max(level, self.level)
+        self.level = level
+        self._answers = 0
+
+    def _decide(self, rate: float) -> None:
+        level, best = self.level, self._best
+        known = self._rates.get(level)
+        self._rates[level] = rate if known is None else known + 0.5 * (rate - known)
+        self._answers = 0
+        most = self._rates[best]
+        if level == best:
+            self._stay()
+            return
+        wanted = most * (1 + self.GAIN if level > best else 1 - self.GAIN)
+        if self._rates[level] > wanted:
+            self._best, self._patience = level, 1
+            self._stay()
+        else:
+            self._rates.pop(level)  # tried afresh next time
+            self._is_climbing, self._direction = False, -self._direction
+            self._patience = min(2 * self._patience, 8)
+            self._rest = self._patience
+            self._go(best)
+
+    def _stay(self) -> None:
+        """At the best level: measure it once more, or try another."""
+        self._rest -= 1
+        if not self._is_climbing and self._rest > 0:
+            return
+        step = self.level // 2 if self._is_climbing else self._direction
+        level = min(max(1, self.level + (step or 1)), self.MOST)
+        if level == self.level:
+            self._direction, self._is_climbing = -self._direction, False
+            return
+        self._go(level)
+
+
+class Pulse:
+    """What a llama.cpp server shows of itself while its answers are silent.
+
+    A batch of 2,048 prompt tokens shows nothing until it is through, which takes minutes on a
+    slow machine. So a server that answers and is busy is believed for STUCK_S without a count
+    that moves; one that is idle has lost the call; one that does not answer is hung after DEAD_S.
+    """
+
+    DEAD_S, STUCK_S = 5.0, 600.0
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self.answered_at = self.moved_at = self.asked_at = -math.inf
+        self.is_busy = False
+        self._seen: Any = None
+
+    def saw(self, is_busy: bool, seen: Any) -> None:
+        """It has answered; `seen` is whatever moves on while it works."""
+        self.answered_at = self._clock()
+        self.is_busy = is_busy
+        if seen != self._seen:
+            self._seen, self.moved_at = seen, self.answered_at
+
+    def is_over(self, heard_at: float, limit_s: float, now: float) -> bool:
+        """Whether a call that was last heard at `heard_at` is to be given up."""
+        dead_s = min(limit_s, self.DEAD_S)
+        if self.asked_at > heard_at and now - max(heard_at, self.answered_at) >= dead_s:
+            return True
+        is_working = self.is_busy and now - max(heard_at, self.moved_at) < self.STUCK_S
+        return now - heard_at >= limit_s and not is_working
 
 
 class State(enum.Enum):
@@ -1853,6 +2010,9 @@ class Flight:
     upstream = fallback = ""  # who answers, and its name where it was not the first choice
     usage = NO_USAGE
     extra = b""  # the usage event that callers do not see
+    is_merged = False  # a stream that holds all; each caller is given the form that it asked for
+    has_shown = False  # some caller has seen its beginning
+    assembly: Assembly | None = None  # of a merged one, for the callers of a plain answer
     on_begin: Callable[[], None] | None = None
     _room: asyncio.Future[None] | None = None
 
@@ -1885,6 +2045,8 @@ class Flight:
         self.held_bytes += len(chunk)
         self.size_bytes = before + len(chunk)
         behind = False
+        if self.assembly is not None:
+            self.assembly.feed(chunk)
         for follower in self._followers:
             if follower.sink(chunk):
                 self.read_bytes = self.size_bytes
@@ -1897,6 +2059,18 @@ class Flight:
             self._trim()
         if self._waiters:
             self._wake()
+
+    def rewind(self) -> bool:
+        """Forget what came, for a further attempt. False where a caller may have seen some."""
+        if self.has_shown or not self.is_merged:
+            return False
+        self.head = self.assembly = None
+        self.chunks = []
+        self.first = self.size_bytes = self.held_bytes = self.read_bytes = 0
+        self.has_failed = self.is_complete = self.is_overgrown = False
+        for follower in self._followers:
+            self._release(follower, 0, 0)
+        return True
 
     def finish(self, error: ProxyError | None = None) -> None:
         self.error = error
@@ -2014,7 +2188,7 @@ class Kept:
     """A finished answer, in as few objects as possible: there are tens of thousands.
 
     `fields`: header names and values in turn, without what belongs to one delivery.
-    `tokens`: the values of its Usage.
+    `tokens`: the values of its Usage. `plain`: of a merged stream, the plain answer once known.
     """
 
     reason: str
@@ -2025,10 +2199,12 @@ class Kept:
     upstream: str
     model: str
     is_deterministic: bool
+    is_merged: bool = False
+    plain: bytes = b""
 
     @property
     def size_bytes(self) -> int:
-        return len(self.body) + KEPT_OVERHEAD_BYTES
+        return len(self.body) + len(self.plain) + KEPT_OVERHEAD_BYTES
 
     def head(self) -> Head:
         fields = self.fields
@@ -2039,8 +2215,9 @@ class Kept:
 class Flights:
     """Singleflight table and bounded LRU of finished answers, under one key.
 
-    An alias is the hash of one spelling of a body; it leads to the key without parsing. Nothing
-    is remembered of a key that neither runs nor is kept.
+    An alias is the hash of one spelling of a body; it leads to the key without parsing, and to
+    the form that this spelling asks for: whether a stream, and whether with its usage. Nothing is
+    remembered of a key that neither runs nor is kept.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -2048,20 +2225,20 @@ class Flights:
         self.kept: OrderedDict[bytes, Kept] = OrderedDict()
         self.kept_bytes = 0
         self._clock = clock
-        self._keys: dict[bytes, bytes] = {}
+        self._keys: dict[bytes, tuple[bytes, bool, bool]] = {}
         self._aliases: dict[bytes, tuple[bytes, ...]] = {}
 
     def __repr__(self) -> str:
         return f"<Flights running={len(self.running)} kept={len(self.kept)}>"
 
-    def key_of(self, alias: bytes) -> bytes | None:
+    def key_of(self, alias: bytes) -> tuple[bytes, bool, bool] | None:
         return self._keys.get(alias)
 
-    def alias(self, alias: bytes, key: bytes) -> None:
+    def alias(self, alias: bytes, key: bytes, is_stream: bool, wants_usage: bool) -> None:
         known = self._aliases.get(key, ())
         if len(known) < MAX_ALIASES and alias not in self._keys:
             self._aliases[key] = (*known, alias)
-            self._keys[alias] = key
+            self._keys[alias] = key, is_stream, wants_usage
 
     def find(self, key: bytes, max_age_s: float) -> tuple[Kept, float] | None:
         """A kept answer no older than `max_age_s`, and its age."""
@@ -2090,6 +2267,11 @@ class Flights:
     def shrink(self, limit_bytes: int) -> None:
         while self.kept_bytes > limit_bytes:
             self.drop(next(iter(self.kept)))
+
+    def drop_upstream(self, name: str) -> None:
+        """It runs another model now."""
+        for key in [key for key, kept in self.kept.items() if kept.upstream == name]:
+            self.drop(key)
 
     def drop(self, key: bytes) -> None:
         kept = self.kept.pop(key, None)
@@ -2202,6 +2384,33 @@ class Learned:
             self._weights[n] = min(max(weight, self.LOWEST[n]), self.HIGHEST[n])
             kept = self._variance[n] - gain * scale * gain + 0.003 * self.VARIANCE[n]
             self._variance[n] = min(kept, self.VARIANCE[n])
+
+
+class Speeds:
+    """What the `timings` of a llama.cpp server's last calls come to."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Mapping[str, float]] = deque(maxlen=20)
+
+    def add(self, timings: Mapping[str, float]) -> None:
+        if timings:
+            self._calls.append(timings)
+
+    def shown(self) -> dict[str, float | None]:
+        """Tokens a second of prompts and of output; the share of prompts that was cached."""
+
+        def total(name: str) -> float:
+            return sum(call.get(name, 0.0) for call in self._calls)
+
+        def share(part: float, whole: float) -> float | None:
+            return round(part / whole, 3) if whole > 0 else None
+
+        cached, fresh = total("cache_n"), total("prompt_n")
+        return {
+            "prompt_tokens_per_s": share(1000 * fresh, total("prompt_ms")),
+            "output_tokens_per_s": share(1000 * total("predicted_n"), total("predicted_ms")),
+            "cache_hit_share": share(cached, cached + fresh),
+        }
 
 
 class Client:
@@ -2346,6 +2555,12 @@ ROUTES = {
 }
 
 
+# Routes whose streams hold all that llama.cpp's plain answer does.
+STREAMED = frozenset(
+    ("chat/completions", "completions", "completion", "infill", "messages", "responses")
+)
+
+
 def find_route(method: str, path: str) -> Route | None:
     """The route of a path, under any prefix that ends in /v1 (SDKs make /v1/v1/messages too)."""
     if method != "POST":
@@ -2374,8 +2589,19 @@ class Canonical:
     def __init__(self, doc: Any) -> None:
         self._texts: list[str] = []
         self._blobs = self._tokens = 0
-        self.data = marshal.dumps(self._walk(doc), 2)
+        self._pairs = self._walk(doc)
         self.size = TextSize.of(self._texts, self._blobs, self._tokens)
+
+    @property
+    def data(self) -> bytes:
+        return marshal.dumps(self._pairs, 2)
+
+    @property
+    def formless(self) -> bytes:
+        """What is asked, in whatever form the answer is to come."""
+        pairs = zip(self._pairs[::2], self._pairs[1::2], strict=True)
+        kept = tuple(pair for pair in pairs if pair[0] not in ("stream", "stream_options"))
+        return marshal.dumps(kept, 2)
 
     def _walk(self, value: Any) -> Any:
         kind = type(value)
@@ -2560,24 +2786,223 @@ class Events:
         return self._take(data) if self.takes_usage else data
 
     def _take(self, data: bytes) -> bytes:
-        if not HAS_USAGE.search(data):
-            return data
-        out, start = [], 0
-        for end in [*(match.end() for match in EVENT_END.finditer(data)), len(data)]:
-            event, start = data[start:end], end
-            if HAS_USAGE.search(event) and self._is_extra(event):
-                self.taken = event
-            else:
-                out.append(event)
-        return b"".join(out)
+        data, taken = without_usage(data)
+        self.taken = taken or self.taken
+        return data
+
+
+def without_usage(data: bytes) -> tuple[bytes, bytes]:
+    """Whole events without the chunk that only reports usage, and that chunk."""
+    if not HAS_USAGE.search(data):
+        return data, b""
+    out, taken, start = [], b"", 0
+    for end in [*(match.end() for match in EVENT_END.finditer(data)), len(data)]:
+        event, start = data[start:end], end
+        if HAS_USAGE.search(event) and _is_extra(event):
+            taken = event
+        else:
+            out.append(event)
+    return b"".join(out), taken
+
+
+def _is_extra(event: bytes) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):
+        doc = json.loads(event_data(event))
+        is_openai = isinstance(doc, dict) and "type" not in doc
+        return bool(is_openai and doc.get("usage") and not doc.get("choices"))
+    return False
+
+
+class Part:
+    """What the deltas of one choice, one native result or one content block add up to."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        self.fields = dict(known)
+        self.texts: dict[str, list[str]] = {}
+        self.tools: dict[int, dict[str, Any]] = {}
+
+    def add(self, delta: Mapping[str, Any]) -> None:
+        for name, value in delta.items():
+            if name == "tool_calls":
+                for call in value or ():
+                    self._add_tool(call)
+            elif name == "role":
+                self.fields[name] = value
+            elif isinstance(value, str) and name != "type":
+                self.texts.setdefault(name, []).append(value)
+
+    def text(self, name: str) -> str:
+        return "".join(self.texts.get(name, ()))
+
+    def _add_tool(self, call: Mapping[str, Any]) -> None:
+        function = call.get("function") or {}
+        known = self.tools.setdefault(call.get("index", 0), {"type": "function", "function": {}})
+        for name, value in function.items():
+            said = known["function"]
+            said[name] = said.get(name, "") + value if name == "arguments" else value
+        known.update({k: v for k, v in call.items() if k not in ("index", "function")})
+
+
+class Assembly:
+    """The plain answer that llama.cpp would have given, put together from its stream.
+
+    Knows the forms by their events: chat and text completions, `/completion`, Anthropic's
+    messages, and responses, whose last event holds the whole. Of several choices the usage is the
+    first one's, as in the server's own plain answer.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._error: tuple[int, bytes] | None = None
+        self._base: dict[str, Any] = {}
+        self._parts: dict[int, Part] = {}
+        self._counts: dict[int, dict[str, Any]] = {}  # usage and timings, by choice
+        self._ended = 0  # the choice that ended last: a usage after it is its own
+
+    def feed(self, data: bytes) -> None:
+        *events, self._rest = EVENT_END.split(self._rest + data)
+        for event in events:
+            if b"{" in event:
+                with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
+                    self._take(event)
+
+    def _take(self, event: bytes) -> None:
+        if b"error" in event and (found := stream_error(event)) is not None:
+            self._error = found
+            return
+        doc = json.loads(event[6:] if event.startswith(b"data: {") else event_data(event))
+        if "choices" in doc:
+            self._take_choices(doc)
+        elif "type" in doc:
+            self._take_typed(doc)
+        elif "content" in doc:
+            part = self._part(doc.get("index", 0))
+            part.add({"content": doc["content"]})
+            if doc.get("stop"):
+                part.fields = doc
+
+    def _part(self, index: int, known: Mapping[str, Any] | None = None) -> Part:
+        return self._parts.setdefault(index, Part(known or {}))
+
+    def _take_choices(self, doc: dict[str, Any]) -> None:
+        choices = doc.pop("choices")
+        for choice in choices:
+            part = self._part(choice["index"])
+            part.add(choice["delta"] if "delta" in choice else {"text": choice.get("text", "")})
+            if choice.get("finish_reason"):
+                self._ended = choice["index"]
+                part.fields["finish_reason"] = choice["finish_reason"]
+        counts = {name: doc.pop(name) for name in ("usage", "timings") if doc.get(name)}
+        if not choices or choices[-1].get("finish_reason"):
+            self._counts.setdefault(self._ended, {}).update(counts)
+        doc.pop("prompt_progress", None)
+        self._base.update(doc)
+
+    def _take_typed(self, doc: dict[str, Any]) -> None:
+        kind, index = doc["type"], doc.get("index", 0)
+        if kind == "message_start":
+            self._base = doc["message"]
+        elif kind == "content_block_start":
+            self._part(index, doc["content_block"])
+        elif kind == "content_block_delta":
+            self._part(index).add(doc["delta"])
+        elif kind == "message_delta":
+            self._base.update(doc["delta"])
+            self._base["usage"].update(doc.get("usage") or {})
+        elif kind in ("response.completed", "response.incomplete"):
+            response = doc["response"]
+            for item in response["output"]:
+                item.setdefault("status", "completed")
+            self._base = {"completed_at": response.get("created_at"), **response}
+
+    def plain(self) -> tuple[int, bytes]:
+        """Status and JSON."""
+        if self._error is not None:
+            return self._error
+        ordered = [part for _, part in sorted(self._parts.items())]
+        doc: Any = self._base
+        if "object" in doc and doc["object"] != "response":
+            doc = self._choices(doc)
+        elif doc.get("type") == "message":
+            doc = {**doc, "content": [*map(self._block, ordered)]}
+        elif not doc:
+            natives = [self._native(part) for part in ordered]
+            doc = natives[0] if len(natives) == 1 else natives
+        return 200, json.dumps(doc, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def _choices(self, base: dict[str, Any]) -> dict[str, Any]:
+        is_chat = base["object"] == "chat.completion.chunk"
+        counts = self._counts[min(self._counts)] if self._counts else {}
+        own = {name: value for name, value in base.items() if name not in ("id", "object")}
+        return {
+            "choices": [
+                (self._chat_choice if is_chat else self._text_choice)(index, part)
+                for index, part in sorted(self._parts.items())
+            ],
+            **own, "object": "chat.completion" if is_chat else base["object"],
+            **{name: counts[name] for name in ("usage",) if name in counts}, "id": base.get("id"),
+            **{name: counts[name] for name in ("timings",) if name in counts},
+        }  # fmt: skip
 
     @staticmethod
-    def _is_extra(event: bytes) -> bool:
+    def _chat_choice(index: int, part: Part) -> dict[str, Any]:
+        fields = dict(part.fields)
+        finish = fields.pop("finish_reason", None)
+        message = {"role": fields.pop("role", "assistant"), "content": part.text("content")}
+        message |= {name: part.text(name) for name in part.texts if name != "content"} | fields
+        if part.tools:
+            message["tool_calls"] = [call for _, call in sorted(part.tools.items())]
+        return {"finish_reason": finish, "index": index, "message": message}
+
+    @staticmethod
+    def _text_choice(index: int, part: Part) -> dict[str, Any]:
+        finish = part.fields.get("finish_reason")
+        return {
+            "text": part.text("text"), "index": index, "logprobs": None, "finish_reason": finish
+        }  # fmt: skip
+
+    @staticmethod
+    def _native(part: Part) -> dict[str, Any]:
+        doc = {**part.fields, "content": part.text("content")}
+        if "generation_settings" in doc:
+            doc["generation_settings"] = {**doc["generation_settings"], "stream": False}
+        return doc
+
+    @staticmethod
+    def _block(part: Part) -> dict[str, Any]:
+        """A content block; of a tool's input that was cut short llama.cpp gives an empty one."""
+        block = dict(part.fields)
+        if block.get("type") == "tool_use":
+            block["input"] = {}
+            with contextlib.suppress(ValueError, RecursionError):
+                block["input"] = json.loads(part.text("partial_json") or "{}")
+            return block
+        return {**block, **{name: block.get(name, "") + part.text(name) for name in part.texts}}
+
+
+# What these ask for is not, or not all, in a stream: it has no probabilities of the last token.
+NOT_STREAMED = (
+    "logprobs", "n_probs", "verbose", "response_fields", "return_tokens", "conversation",
+    "background",
+)  # fmt: skip
+
+
+def can_stream(name: str, doc: Mapping[str, Any]) -> bool:
+    """Whether a plain call can be asked of llama.cpp as a stream, its answer put together here."""
+    is_route = name in STREAMED and not any(doc.get(field) for field in NOT_STREAMED)
+    return is_route and isinstance(doc.get("stream"), (bool, type(None)))
+
+
+def with_fields(body: bytes, doc: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes | None:
+    """The body with `fields` set: added at its end, or written anew where one of them is there."""
+    end = len(body.rstrip()) - 1
+    if any(name in doc for name in fields) or not doc:
         with contextlib.suppress(ValueError, RecursionError):
-            doc = json.loads(event_data(event))
-            is_openai = isinstance(doc, dict) and "type" not in doc
-            return bool(is_openai and doc.get("usage") and not doc.get("choices"))
-        return False
+            return json.dumps({**doc, **fields}, allow_nan=False).encode()
+        return None
+    if b"\0" in body[:4] or body[end : end + 1] != b"}":
+        return None  # not UTF-8
+    return body[:end] + b"," + json.dumps(fields).encode()[1:-1] + body[end:]
 
 
 def read_usage(body: bytes, is_stream: bool) -> Usage | None:
@@ -2680,6 +3105,26 @@ def kept_fields(headers: Headers) -> tuple[str, ...]:
         if lower not in NOT_KEPT and "ratelimit" not in lower:
             fields += (name, value)
     return tuple(fields)
+
+
+def plain_head(head: Head, status: int = 200) -> Head:
+    """The head that llama.cpp gives a plain answer, from that of its stream."""
+    headers = head.headers.copy()
+    headers.popall("X-Accel-Buffering", None)
+    headers.popall("Cache-Control", None)
+    headers["Content-Type"] = "application/json; charset=utf-8"
+    known = status in HTTPStatus._value2member_map_
+    return Head(status, HTTPStatus(status).phrase if known else head.reason, headers)
+
+
+def read_timings(body: bytes) -> dict[str, float]:
+    """The last `timings` of a llama.cpp answer; empty where it has none."""
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        start = body.rindex(b'"timings"')
+        text = body[start + 9 :].decode("utf-8", "replace").lstrip(" \r\n\t:")
+        timings, _ = _JSON.raw_decode(text)
+        return {k: v for k, v in timings.items() if type(v) in (int, float)}
+    return {}
 
 
 def end_to_end(
@@ -3549,6 +3994,11 @@ class Failure:
         return self.ran_nothing and not self.status
 
     @property
+    def is_broken(self) -> bool:
+        """No answer, and not for want of time: the connection was refused or lost."""
+        return self.answer is None and self.error.code != "upstream_timeout"
+
+    @property
     def is_outage(self) -> bool:
         """Whether somebody else may do better; a 4xx would be the same anywhere."""
         return self.is_transient or self.counts or self.is_key_refused
@@ -3583,7 +4033,8 @@ class Plan:
     body: bytes
     first_s: float  # silence allowed before the first byte
     silence_s: float  # and between two
-    plain_body: bytes  # without what we ask for
+    plain_body: bytes  # without the usage that we ask for
+    is_stream: bool = False  # is asked for
     asks_usage: bool = False
 
 
@@ -3598,6 +4049,7 @@ class Watchdogs:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.running: set[Watchdog] = set()
+        self.pulse: Pulse | None = None  # of an upstream that can be seen at work
         self._is_ticking = False
 
     def add(self, watchdog: Watchdog) -> None:
@@ -3656,8 +4108,11 @@ class Watchdog:
         self.heard()
 
     def is_due(self, now: float) -> bool:
-        silent = now - self.heard_at >= self.limit_s or now >= self._deadline
-        return silent and not self.is_paused
+        if self._pack.pulse is not None:
+            silent = self._pack.pulse.is_over(self.heard_at, self.limit_s, now)
+        else:
+            silent = now - self.heard_at >= self.limit_s
+        return (silent or now >= self._deadline) and not self.is_paused
 
     def expire(self) -> None:
         self.has_expired = True
@@ -3745,7 +4200,16 @@ class Upstream:
         base = rule.url
         self.model = ""  # what llama.cpp says it runs
         self.slots: int | None = None
+        self.context_tokens = self.context_used = 0  # of all slots together
+        self.busy_slots: int | None = None
+        self.is_llama = False  # its /props said so
+        self.speeds = Speeds()
+        self.attempts = self._looked_at = 0  # how many there were when it was last looked at
+        self.on_model: Callable[[], None] = lambda: None  # it runs another one now
         self.is_reachable: bool | None = None
+        self._left_at = -math.inf  # when it was gone
+        self._needs_props = True
+        self._looks = ["/slots", "/metrics", "/health"]  # the first that the server has
         self.is_loading = False
         self.is_healthy = True  # as the last health check said
         self.checked_at = self.checked_s = 0.0  # when the last health check ended, how long it took
@@ -3758,35 +4222,50 @@ class Upstream:
         ]  # fmt: skip
         rpm = Bucket.of(rule.rpm or settings.rpm, clock)
         tpm = Bucket.of(rule.tpm or settings.tpm, clock)
-        self.gate = Gate(*self._sizes(), clock, rpm=rpm, tpm=tpm, pool=pool)
+        self.gate = Gate(1, 1, clock, rpm=rpm, tpm=tpm, pool=pool)
+        self._clock = clock
+        self.resize()
         self._health_path = "/health"
         self._check: asyncio.Task[bool] | None = None
         self._targets: Memo[tuple[URL, str]] = Memo(self._target)
         self._base_path = URL(base).raw_path.rstrip("/")
         self._host = URL(base).host_port_subcomponent or ""
         host = URL(base).host or ""
+        self._is_local = is_loopback(host)
         self._proxy: URL | None = None
-        if not is_loopback(host) and not urllib.request.proxy_bypass(host):
+        if not self._is_local and not urllib.request.proxy_bypass(host):
             proxy = urllib.request.getproxies().get(base.partition(":")[0])
             self._proxy = URL(proxy) if proxy else None
 
     def __repr__(self) -> str:
         return f"<Upstream {self.name} reachable={self.is_reachable}>"
 
-    def _sizes(self) -> tuple[int, int]:
-        """Calls and weight that may be inside at once."""
+    def resize(self) -> None:
+        """Give the gate the sizes that the settings, or llama.cpp, say."""
         wanted = self.rule.concurrency or self._settings.concurrency
         calls = wanted if isinstance(wanted, int) else self.slots or 16
-        tokens = self.rule.inflight_tokens or self._settings.inflight_tokens or calls * 4000
-        return calls, max(1, tokens // 1000)
+        tokens = self.rule.inflight_tokens or self._settings.inflight_tokens
+        if wanted == "adaptive":
+            self.gate.adaptive = self.gate.adaptive or Adaptive(self.slots or 4, self._clock)
+            calls = self.gate.adaptive.level
+            tokens = tokens or Adaptive.MOST * 4000
+        else:
+            self.gate.adaptive = None
+        if tokens is None and wanted == "auto" and self.context_tokens:
+            tokens = max(self.context_tokens, calls * 1000)
+        self.gate.resize(calls, max(1, (tokens or calls * 4000) // 1000))
 
     def shown(self) -> dict[str, Any]:
         gate = self.gate
         state = {None: "unknown", True: "up", False: "unreachable"}[self.is_reachable]
         state = "unhealthy" if state == "up" and not self.is_healthy else state
+        state = "restarting" if self.is_restarting else state
         return {
             "name": self.name, "url": self.base, "model": self.model,
-            "state": "loading" if self.is_loading else state, "slots": self.slots,
+            "state": "loading" if self.is_loading else state, "llama_cpp": self.is_llama,
+            "slots": self.slots, "busy_slots": self.busy_slots,
+            "context_tokens": self.context_tokens, "context_used": self.context_used,
+            **self.speeds.shown(), "is_adaptive": gate.adaptive is not None,
             "concurrency": gate.slots, "inflight_tokens": gate.capacity * 1000,
             "running": gate.running, "queued": gate.queued,
             "rpm": shown_bucket(gate.rpm), "tpm": shown_bucket(gate.tpm),
@@ -3822,23 +4301,29 @@ class Upstream:
         """Put a key of ours on a request, where there is a pool of them."""
         if not self.gate.pool:
             return
-        key = key or self.gate.least_loaded("")
         for name in CREDENTIALS:
             plan.headers.popall(name, None)
+        self._show_key(plan.headers, key or self.gate.least_loaded(""), dialect)
+
+    @staticmethod
+    def _show_key(headers: Headers, key: Key, dialect: str) -> None:
         name = key.header or ("x-api-key" if dialect == "anthropic" else "Authorization")
         is_bearer = name.lower() == "authorization"
-        plan.headers[name] = f"Bearer {key.secret}" if is_bearer else key.secret
+        headers[name] = f"Bearer {key.secret}" if is_bearer else key.secret
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._watchdogs = Watchdogs(self._loop)
+        self._pulse = Pulse(self._loop.time)
         resolver = _Resolver()
         self._pool = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, resolver=resolver)
         # A body that streams through cannot be sent twice, so it never rides on a pooled
         # connection that the upstream may just be closing.
         self._single = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver)
+        self._attending = self._loop.create_task(self._attend())
 
     async def close(self) -> None:
+        self._attending.cancel()
         if self._check is not None:
             self._check.cancel()
         await self._pool.close()
@@ -3887,6 +4372,7 @@ class Upstream:
             except (aiohttp.ServerDisconnectedError, ConnectionError):
                 if not is_used or time.monotonic() - sent_at > STALE_CONNECTION_S:
                     raise
+                self._needs_props = self.is_llama  # it may be another process by now
                 connector = self._single  # once, and surely on a fresh one
 
     def _reached(self, is_reachable: bool, message: str = "") -> None:
@@ -3894,7 +4380,22 @@ class Upstream:
         if self.is_reachable is not is_reachable:
             if self.is_reachable is False or message:
                 log.warning("%s", message or f"{self.base} is reachable")
+            if self.is_reachable:
+                self._left_at = time.monotonic()
+            self._needs_props = self._needs_props or self.is_llama or self._is_local
             self.is_reachable = self.is_healthy = is_reachable
+
+    @property
+    def is_restarting(self) -> bool:
+        """A llama.cpp that has just gone: the user is probably giving it another model."""
+        is_gone = self.is_llama and self.is_reachable is False
+        return is_gone and time.monotonic() - self._left_at < RESTART_S
+
+    async def is_gone(self) -> bool:
+        """Whether its connections broke because the whole server is gone, and may come back."""
+        if self.is_llama and not self.is_restarting:
+            await self.is_alive()
+        return self.is_restarting
 
     def _request(self, method: str, raw_path: str, headers: Headers, body: Any) -> _Request:
         data = body
@@ -3951,6 +4452,7 @@ class Upstream:
             ProxyError: a stream broke off after callers had seen its beginning.
         """
         call = flight.leader
+        self.attempts += 1
         response: aiohttp.ClientResponse | None = None
         try:
             with self.watch(plan.first_s) as watchdog:
@@ -3964,7 +4466,7 @@ class Upstream:
             explained = self.explain(error)
             if response is not None and explained.code == "upstream_unreachable":
                 explained = self.explain(aiohttp.ClientPayloadError())
-            if flight.head is not None:
+            if flight.head is not None and not flight.rewind():
                 raise explained from None
             is_refused = isinstance(error, aiohttp.ClientConnectorError)
             is_refused |= isinstance(error, aiohttp.ConnectionTimeoutError)
@@ -4030,7 +4532,7 @@ class Upstream:
         watchdog.limit_s = plan.silence_s
         # It may change length on the way, by the usage chunk or by our error event.
         head.headers.popall("Content-Length", None)
-        events = None if is_coded else Events(plan.asks_usage)
+        events = None if is_coded else Events(plan.asks_usage and not flight.is_merged)
         flight.begin(head)
         try:
             if begun := events.feed(begun) if events else begun:
@@ -4048,10 +4550,21 @@ class Upstream:
         if flight.meter is not None and flight.meter.is_cut:
             flight.is_complete = False  # by its task's budget: whole for its caller, not to be kept
             return None
+        if flight.has_failed and flight.is_merged:
+            return self._rewound(flight, head)
         is_cut = not (flight.is_complete or flight.has_failed or is_coded) and flight.size_bytes > 0
-        if is_cut and _ends_with_connection(response):
+        if is_cut and (flight.is_merged or _ends_with_connection(response)):
             raise aiohttp.ClientPayloadError
         return None
+
+    @staticmethod
+    def _rewound(flight: Flight, head: Head) -> Failure | None:
+        """The error that ended a stream of which nobody has seen anything yet."""
+        errors = filter(None, map(stream_error, EVENT_END.split(flight.tail(SLICE_BYTES))))
+        if (found := next(errors, None)) is None or not flight.rewind():
+            return None
+        status, error = found
+        return judge(plain_head(head, status), error, time.time())
 
     async def _rest(
         self, flight: Flight, response: aiohttp.ClientResponse, events: Events | None,
@@ -4141,17 +4654,19 @@ class Upstream:
         started_at = time.monotonic()
         try:
             async with asyncio.timeout(HEALTH_LIMIT_S):
-                status, _ = await self.get(self._health_path)
+                status, body = await self.get(self._health_path)
                 if self._health_path == "/health" and status in (404, 405, 501):
                     self._health_path = "/v1/models"
-                    status, _ = await self.get(self._health_path)
+                    status, body = await self.get(self._health_path)
         except (aiohttp.ClientError, OSError, ValueError):
             self.is_healthy = False
             return False
         finally:
             self.checked_at = time.monotonic()
             self.checked_s = self.checked_at - started_at
-        self.is_loading = status == 503 and self.is_loading
+        was_loading = self.is_loading
+        self.is_loading = status == 503 and (was_loading or b"Loading model" in body)
+        self._needs_props = self._needs_props or was_loading is not self.is_loading
         self.is_healthy = status < 300 or status in (401, 403)
         return self.is_healthy
 
@@ -4159,7 +4674,10 @@ class Upstream:
         self, path: str, headers: Headers | None = None, limit_bytes: int = SLICE_BYTES
     ) -> tuple[int, bytes]:
         """A small question of our own, beside the calls and on a connection of its own."""
-        headers = headers if headers is not None else CIMultiDict()
+        if headers is None:
+            headers = CIMultiDict()
+            if self.gate.pool:
+                self._show_key(headers, self.gate.least_loaded(""), "openai")
         headers["Connection"] = "close"
         response = await self.open("GET", path, headers, None)
         body = b""
@@ -4170,26 +4688,22 @@ class Upstream:
         finally:
             response.close()
 
-    async def wait_ready(self, deadline_s: float) -> None:
-        """Wait while llama.cpp loads its model.
+    async def wait_ready(self, limit_s: float) -> None:
+        """Wait while llama.cpp loads its model, or is on its way back.
 
         Raises:
-            ProxyError: queue_timeout; it was not ready within `deadline_s`.
+            ProxyError: queue_timeout; it was not ready within `limit_s`.
         """
-        self.is_loading = True
-        until = time.monotonic() + deadline_s
-        while self.is_loading:
+        until = time.monotonic() + limit_s
+        while self.is_loading or self.is_restarting:
             left_s = until - time.monotonic()
             if left_s <= 0:
+                what = "still loading its model" if self.is_loading else "not back yet"
                 self.is_loading = False  # until the next answer says so again
-                raise ProxyError(
-                    "queue_timeout",
-                    f"{self.base} is still loading its model (--queue-timeout)",
-                    retry_after_s=5,
-                )
+                why = f"{self.base} is {what} (--queue-timeout)"
+                raise ProxyError("queue_timeout", why, retry_after_s=5)
             await asyncio.sleep(min(0.25, left_s))
-            if await self.is_alive():
-                self.is_loading = False
+            await self.is_alive()
 
     async def meet(self) -> None:
         """First look. Not being there yet is no error."""
@@ -4203,16 +4717,84 @@ class Upstream:
             self.is_reachable = False
         await self.learn_props()
 
-    async def learn_props(self) -> None:
-        """What a llama.cpp server says of itself: slots, and the model it runs."""
-        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
+    async def _attend(self) -> None:
+        """Keep an eye on a llama.cpp, and on a server of this machine that is not there yet."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                if self.is_llama or (self._is_local and self.is_reachable is False):
+                    await self._look()
+                if self._needs_props and self.is_reachable and not self.is_loading:
+                    await self.learn_props()
+            except Exception as error:  # it goes on, whatever a server says
+                log.error("internal error: %s", fault_lines(error))
+
+    async def _look(self) -> None:
+        """Is it there, and does it get on? An idle one is asked for its health only."""
+        self._pulse.asked_at = self._loop.time()
+        is_idle = not self.gate.running and self.attempts == self._looked_at
+        if not self.is_llama or is_idle:
+            if await self.is_alive():
+                self._pulse.saw(False, None)
+                self.busy_slots = 0 if self.is_llama else None
+            return
+        path, self._looked_at = self._looks[0], self.attempts
+        try:
             async with asyncio.timeout(HEALTH_LIMIT_S):
-                status, body = await self.get("/props")
-            if status == 200:
-                props = json.loads(body)
-                self.slots = int(props["total_slots"]) or None
-                self.model = Path(str(props.get("model_path", ""))).name
-        self.gate.resize(*self._sizes())
+                status, body = await self.get(path, limit_bytes=FLIGHT_WINDOW_BYTES)
+        except (aiohttp.ClientError, OSError, ValueError):
+            self.is_healthy = False
+            return
+        self.is_healthy = True
+        if status == 200 and path == "/slots":
+            self._read_slots(body)
+        elif status == 200 and path == "/metrics":
+            counts = dict(re.findall(rb"^llamacpp:(\w+) (\S+)", body, re.MULTILINE))
+            moving = counts.get(b"prompt_tokens_total"), counts.get(b"tokens_predicted_total")
+            self._pulse.saw(counts.get(b"requests_processing") != b"0", moving)
+        else:
+            self._pulse.saw(True, None)
+            if status in (401, 403, 404, 501) and len(self._looks) > 1:
+                self._looks.pop(0)
+
+    def _read_slots(self, body: bytes) -> None:
+        """The counts of each slot; a batch of a prompt is counted when it is through."""
+        found = json.loads(body)
+        slots = [s for s in found if isinstance(s, dict)] if isinstance(found, list) else []
+        busy = [slot for slot in slots if slot.get("is_processing")]
+        seen = [
+            (s.get("id_task"), s.get("n_prompt_tokens_processed"), s.get("next_token"))
+            for s in busy
+        ]  # fmt: skip
+        self._pulse.saw(bool(busy), seen)
+        self.busy_slots = len(busy)
+        self.context_used = sum(_whole(slot, "n_prompt_tokens") for slot in slots)
+
+    async def learn_props(self) -> None:
+        """What a llama.cpp server says of itself: slots, context, and the model it runs."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+            async with asyncio.timeout(HEALTH_LIMIT_S):
+                status, body = await self.get("/props", limit_bytes=FLIGHT_WINDOW_BYTES)
+            self._needs_props = status == 503
+            props = json.loads(body) if status == 200 else None
+            if isinstance(props, dict):
+                self._take_props(props)
+            elif status in (404, 405, 501):
+                self.is_llama, self._watchdogs.pulse = False, None
+        self.resize()
+
+    def _take_props(self, props: dict[str, Any]) -> None:
+        general = _inner(props, "default_generation_settings")
+        self.slots = _whole(props, "total_slots") or None
+        self.is_llama = bool(general) and self.slots is not None
+        self._watchdogs.pulse = self._pulse if self.is_llama else None
+        self._looks = ["/slots", "/metrics", "/health"]
+        self.context_tokens = _whole(general, "n_ctx") * (self.slots or 0)
+        model = Path(str(props.get("model_path", ""))).name
+        if model != self.model and self.model:
+            log.warning("%s runs %s now", self.base, printable(model))
+            self.on_model()
+        self.model = model
 
 
 @functools.lru_cache(8)
@@ -4285,7 +4867,7 @@ class Call:
     model = ""
     size = NO_TEXT
     max_tokens: int | None = None
-    is_stream = may_join = may_keep = False
+    is_stream = wants_usage = is_merged = may_join = may_keep = False
     own: tuple[str, ...] = ()  # names of headers that are for us
     leads = False  # a flight that may outlive the call
     has_new_trace = False
@@ -4957,6 +5539,7 @@ class Sender:
         self._loop = asyncio.get_running_loop()
         for upstream in self.upstreams:
             await upstream.start()
+            upstream.on_model = functools.partial(self.flights.drop_upstream, upstream.name)
             self._spawn(upstream.meet())
 
     async def close(self) -> None:
@@ -5013,6 +5596,7 @@ class Sender:
         demand = Demand(
             max(1, prompt_tokens // 1000), prompt_tokens, output_tokens,
             call.client, call.priority, model, len(call.body), circuit,
+            copies(call.doc) if upstream.is_llama else 1,
         )  # fmt: skip
         return Choice(upstream, model, circuit, learned, demand, name)
 
@@ -5103,18 +5687,19 @@ class Sender:
         plan = self.plan(call, choice)
         began_at, was_refused, loads = self.clock(), False, 0
         while True:
+            flight.is_merged |= plan.is_stream and not call.is_stream
             failure = await self._attempt(flight, choice, plan)
             if failure is None:
                 if was_refused or plan.asks_usage:
                     choice.upstream.usage_known[call.name] = not was_refused
                 return None
-            if failure.is_loading:
+            if failure.is_loading or (failure.is_unsent and choice.upstream.is_restarting):
                 self._uncount(flight, choice)
+                choice.upstream.is_loading |= failure.is_loading
                 waited_s = flight.timing.queue_s + flight.timing.limit_s + self.clock() - began_at
                 await choice.upstream.wait_ready(self.settings.queue_timeout - waited_s)
                 await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
                 loads += 1
-                self._spawn(choice.upstream.learn_props())
                 continue
             if plan.asks_usage and self._refuses_usage(failure, choice, call.name):
                 self._uncount(flight, choice)
@@ -5209,6 +5794,8 @@ class Sender:
             failure = await choice.upstream.attempt(flight, plan)
             if failure is None and flight.has_failed:
                 attempt.failed()
+            if failure is not None and failure.is_broken and await choice.upstream.is_gone():
+                failure.counts = False  # its callers wait for it to come back
             self.record(attempt, failure, permit)
             if failure is not None:
                 flight.outcome = str(failure.status or failure.error.code)
@@ -5221,7 +5808,8 @@ class Sender:
             return failure
         except ProxyError as error:  # broke off in mid-stream
             flight.outcome = error.code
-            attempt.failed()
+            if error.code == "upstream_timeout" or not await choice.upstream.is_gone():
+                attempt.failed()
             raise
         except asyncio.CancelledError:  # the upstream has read the prompt, and bills it
             if flight.head is None:
@@ -5318,26 +5906,45 @@ class Sender:
             silence_s = settings.timeout
         else:
             silence_s = choice.circuit.timeout_s()
+        doc, body, is_stream = call.doc, call.body, call.is_stream
+        if choice.name and choice.model != call.model:
+            doc = {**doc, "model": choice.model}
+            body = with_model(call.doc, choice.model) or body
+        if self._asks_stream(call, choice):
+            streaming = with_fields(body, doc, {"stream": True})
+            body, is_stream = streaming or body, is_stream or streaming is not None
         first_s = silence_s
-        if not call.is_stream and (settings.timeout == "auto" or "timeout" not in settings.given):
+        if not is_stream and (settings.timeout == "auto" or "timeout" not in settings.given):
             # A plain answer is silent until it is whole: allow for what it has to write.
             first_s += choice.demand.output_tokens * choice.learned.token_s
-        body = call.body
-        if choice.name and choice.model != call.model:
-            body = with_model(call.doc, choice.model) or body
         headers = self._headers(call, choice)
         raw_path = call.raw_path
         if upstream.gate.pool or choice.is_foreign:
             raw_path = without_keys(raw_path, call.own_keys)
         elif call.own_keys:
             raw_path = without_keys(raw_path, call.own_keys, ())
-        plan = Plan(raw_path, headers, body, first_s, silence_s, body)
-        may_ask = call.route is not None and call.route.takes_usage and call.is_stream
-        if may_ask and not reports_usage(call.doc) and upstream.usage_known.get(call.name, True):
-            asking = ask_for_usage(body, call.doc)
+        plan = Plan(raw_path, headers, body, first_s, silence_s, body, is_stream)
+        may_ask = call.route is not None and call.route.takes_usage and is_stream
+        if may_ask and not reports_usage(doc) and upstream.usage_known.get(call.name, True):
+            asking = ask_for_usage(body, doc)
             if asking is not None:
                 plan.body, plan.asks_usage = asking, True
         return plan
+
+    def _asks_stream(self, call: Call, choice: Choice) -> bool:
+        """Whether llama.cpp is asked for a stream though its caller wants a plain answer."""
+        may = choice.upstream.is_llama and self.settings.upstream_stream == "auto"
+        return may and not call.is_stream and can_stream(call.name, call.doc)
+
+    def may_merge(self, call: Call) -> bool:
+        """Whether one upstream call serves callers of its plain and of its streaming form.
+
+        Not where a fallback may answer that knows the plain form only.
+        """
+        upstream = self._serving(call.model)
+        if upstream is None or not upstream.is_llama or self.settings.upstream_stream != "auto":
+            return False
+        return can_stream(call.name, call.doc) and not self.settings.rule_of(call.model).fallback
 
     @staticmethod
     def _headers(call: Call, choice: Choice) -> Headers:
@@ -5422,19 +6029,10 @@ class Sender:
             return
         body = flight.tail(FLIGHT_BYTES)
         plain = decoded(body, head.headers)
-        usage = read_usage(plain + flight.extra, head.is_stream)
-        if usage is None:
-            written = plain.count(b"data:") if head.is_stream else len(plain) // 4
-            usage = Usage(choice.demand.prompt_tokens, 0, written, is_estimated=True)
-        elif head.is_stream and not flight.is_complete:  # cut: the last count is missing
-            written = plain.count(b"\ndata:") - plain.count(b'"type":"message_')
-            if written > usage.completion:
-                usage.completion, usage.is_estimated = written, True
-        if flight.meter is not None:
-            if flight.meter.is_cut:
-                prompt, output = flight.meter.prompt_tokens, flight.meter.output_tokens
-                usage = Usage(prompt, 0, output, is_estimated=True)
+        usage = self._used(flight, choice, plain, head.is_stream)
         self.settle(call, usage, choice, flight.permit)
+        if choice.upstream.is_llama:
+            choice.upstream.speeds.add(read_timings(plain[-SLICE_BYTES:]))
         if not usage.is_estimated:
             choice.learned.teach(call.size, usage, self.clock() - flight.sent_at)
         if self.settings.log_bodies == "on":
@@ -5447,12 +6045,28 @@ class Sender:
                 head.reason, kept_fields(head.headers), body, self.clock(),
                 (usage.prompt, usage.cached, usage.completion, usage.reasoning, usage.written),
                 flight.upstream, call.model, is_deterministic(call.doc),
+                flight.is_merged and head.is_stream,
+                flight.assembly.plain()[1] if flight.assembly is not None else b"",
             )  # fmt: skip
             self.flights.keep(flight.key, kept, self.settings.cache_bytes)
 
-    def settle(
-        self, call: Call, usage: Usage, choice: Choice, permit: Permit | None
-    ) -> None:
+    @staticmethod
+    def _used(flight: Flight, choice: Choice, plain: bytes, is_stream: bool) -> Usage:
+        """What an answer reports, or else what can be counted of it."""
+        usage = read_usage(plain + flight.extra, is_stream)
+        if usage is None:
+            written = plain.count(b"data:") if is_stream else len(plain) // 4
+            usage = Usage(choice.demand.prompt_tokens, 0, written, is_estimated=True)
+        elif is_stream and not flight.is_complete:  # cut: the last count is missing
+            written = plain.count(b"\ndata:") - plain.count(b'"type":"message_')
+            if written > usage.completion:
+                usage.completion, usage.is_estimated = written, True
+        if flight.meter is not None and flight.meter.is_cut:
+            prompt, output = flight.meter.prompt_tokens, flight.meter.output_tokens
+            usage = Usage(prompt, 0, output, is_estimated=True)
+        return usage
+
+    def settle(self, call: Call, usage: Usage, choice: Choice, permit: Permit | None) -> None:
         """What a call really used, to all who had reserved for it."""
         if call.route is None or not call.route.is_free:
             if self.books.is_plain and not call.task:
@@ -5503,14 +6117,14 @@ class Relay:
     ) -> web.StreamResponse:
         """Give one caller the flight's answer, from the beginning, at the caller's pace."""
         flight.callers += 1
-        call.is_stream = flight.leader.is_stream
+        if not flight.is_merged:
+            call.is_stream = flight.leader.is_stream
         try:
             if call.fate == "joined" and self.books.ledger is not None:
                 call.shared = flight.leader.trace
                 await self.books.stand(call)
             if self.settings.keepalive is None or not call.is_stream:
-                while flight.head is None and not flight.is_done:
-                    await flight.news()
+                await self._head(call, flight)
             else:
                 await self._keep_alive(call, flight, request, self.settings.keepalive)
             return await self._deliver(call, flight, request)
@@ -5525,6 +6139,29 @@ class Relay:
                 self.books.save(call, flight.choice.model if flight.choice else call.model)
             flight.leave()
             self._abandon(flight)
+
+    async def _head(self, call: Call, flight: Flight) -> None:
+        """Wait for the head of an answer; of one that is put together, for all of it."""
+        while True:
+            while flight.head is None and not flight.is_done:
+                await flight.news()
+            if not self._is_assembled(call, flight):
+                return
+            if flight.assembly is None:
+                flight.assembly = Assembly()
+                for chunk in flight.chunks:
+                    flight.assembly.feed(chunk)
+            if flight.is_done:
+                return
+            flight.has_read(flight.size_bytes)
+            await flight.follow(lambda chunk: True)
+
+    @staticmethod
+    def _is_assembled(call: Call, flight: Flight) -> bool:
+        """Whether this caller of a stream wants it as a plain answer."""
+        head = flight.head
+        is_stream = head is not None and head.is_stream and head.status == 200
+        return flight.is_merged and is_stream and not call.is_stream
 
     async def _keep_alive(
         self, call: Call, flight: Flight, request: web.BaseRequest, every_s: float
@@ -5556,32 +6193,45 @@ class Relay:
         if reply is not None and not (head.is_stream and head.status == 200):
             return await self._in_band(call, flight, reply)
         call.status = head.status
-        if flight.is_done and not (flight.error or flight.is_overgrown or head.is_stream):
+        if self._is_assembled(call, flight) and flight.assembly is not None:
+            if flight.error is not None:
+                raise flight.error
+            call.status, body = flight.assembly.plain()
+            reply = call.reply = self.reply(call, plain_head(head, call.status), body)
+            await reply.prepare(request)
+        elif flight.is_done and not (flight.error or flight.is_overgrown or head.is_stream):
             reply = call.reply = self.reply(call, head, flight.tail(FLIGHT_BYTES))
             await reply.prepare(request)
         else:
             if reply is None:
                 reply = call.reply = self.reply(call, head)
                 await reply.prepare(request)
-            await self._pump(flight, reply)
+            flight.has_shown = True
+            await self._pump(call, flight, reply)
             if flight.error is not None:
                 raise flight.error
         await reply.write_eof()
         call.usage = flight.usage
         return reply
 
-    async def _pump(self, flight: Flight, reply: Reply) -> None:
+    async def _pump(self, call: Call, flight: Flight, reply: Reply) -> None:
         index = read_bytes = 0
+        hides_usage = flight.is_merged and not call.wants_usage
+
+        def sink(chunk: bytes) -> bool:
+            chunk = without_usage(chunk)[0]
+            return not chunk or reply.write_now(chunk)
+
         while True:
             if index < flight.end:
                 data, index = flight.slice_from(index)
-                await reply.write(data, CALLER_S)
+                await reply.write(without_usage(data)[0] if hides_usage else data, CALLER_S)
                 read_bytes += len(data)
                 flight.has_read(read_bytes)
             elif flight.is_done:
                 return
             else:
-                index, read_bytes = await flight.follow(reply.write_now)
+                index, read_bytes = await flight.follow(sink if hides_usage else reply.write_now)
 
     async def _stale(
         self, call: Call, flight: Flight, error: ProxyError, request: web.BaseRequest
@@ -5639,19 +6289,33 @@ class Relay:
         """Answer from what is kept."""
         call.fate, call.status, call.model = fate, 200, kept.model
         call.upstream, call.usage, call.fallback = kept.upstream, Usage(*kept.tokens), ""
-        head = kept.head()
+        head, body = kept.head(), kept.body
+        if kept.is_merged and call.is_stream:
+            body = body if call.wants_usage else without_usage(body)[0]
+        elif kept.is_merged:
+            head, body = plain_head(head), self._plain(kept)
         if not self.books.is_plain:
             self.books.save(call, call.model)
             call.request_id = head.headers.get("x-request-id", call.trace)
             if not call.id:
                 await self.books.stand(call, "done")
         is_stream = call.is_stream = head.is_stream
-        reply = self.reply(call, head, None if is_stream else kept.body, age_s)
+        reply = self.reply(call, head, None if is_stream else body, age_s)
         await reply.prepare(request)
         if is_stream:
-            await reply.write(kept.body)
+            await reply.write(body)
         await reply.write_eof()
         return reply
+
+    def _plain(self, kept: Kept) -> bytes:
+        """The plain form of a kept stream, which is kept from now on as well."""
+        if not kept.plain:
+            assembly = Assembly()
+            assembly.feed(kept.body)
+            kept.plain = assembly.plain()[1]
+            self.flights.kept_bytes += len(kept.plain)
+            self.flights.shrink(self.settings.cache_bytes)
+        return kept.plain
 
     def reply(
         self, call: Call, head: Head, body: bytes | None = None, age_s: float | None = None
@@ -6205,7 +6869,47 @@ class Gateway:
 
         None where the body is not a JSON object: the upstream shall say what is wrong with it.
         """
-        settings, flights = self.settings, self.flights
+        settings, flights, scope = self.settings, self.flights, self._scope(call)
+        alias = hashlib.sha256(scope + b"\0raw\0" + call.body).digest()
+        call.may_join = settings.dedup != "off" and "no-store" not in call.directives
+        if call.may_join and (known := flights.key_of(alias)) is not None:
+            key, call.is_stream, call.wants_usage = known
+            if (found := self._known(call, key)) is not None:
+                return found
+        parsed = parse_json(call.body)
+        if parsed is None:
+            return None
+        call.doc, canonical = parsed
+        model = call.doc.get("model")
+        call.model = model[:200] if isinstance(model, str) else ""
+        if any(key in call.model for key in call.own_keys):
+            call.model = ""
+            raise ProxyError("invalid_request", "a key is no model")
+        call.size = canonical.size
+        call.is_stream = call.doc.get("stream") is True
+        call.wants_usage = reports_usage(call.doc)
+        call.is_merged = self.sender.may_merge(call)
+        asked = b"\0json\0" + canonical.data
+        if call.is_merged:
+            asked = b"\0any form\0" + canonical.formless
+        key = hashlib.sha256(scope + asked).digest()
+        # The same body on top of a conversation that the server holds is another turn.
+        call.may_join = call.may_join and not call.doc.get("conversation")
+        call.may_keep = call.may_join and (
+            settings.dedup == "on"
+            or (settings.dedup == "deterministic" and is_deterministic(call.doc))
+        )
+        if call.may_join:
+            found = self._known(call, key)
+            if found is None:
+                found = self._lead(call, key)
+            flights.alias(alias, key, call.is_stream, call.wants_usage)
+            return found
+        return self._lead(call, key)
+
+    def _scope(self, call: Call) -> bytes:
+        """What two calls must have in common besides their bodies."""
+        settings = self.settings
         credential, raw_path, get = call.credential, call.raw_path, call.low.get
         if call.who is not None:  # however it sends its key
             rest = [get(name, "") for name in CREDENTIALS]
@@ -6217,37 +6921,8 @@ class Gateway:
         changing = [get(name, "") for name in ANSWER_CHANGING]
         if call.task and self.books.may_cut(call):  # its stream, and nobody else's
             credential += f"\0task {call.task}"
-        scope = "\0".join([credential, raw_path, *changing]).encode("utf-8", "surrogateescape")
-        alias = hashlib.sha256(scope + b"\0raw\0" + call.body).digest()
-        call.may_join = settings.dedup != "off" and "no-store" not in call.directives
-        if call.may_join and (key := flights.key_of(alias)) is not None:
-            if (found := self._known(call, key)) is not None:
-                return found
-        parsed = parse_json(call.body)
-        if parsed is None:
-            return None
-        call.doc, canonical = parsed
-        key = hashlib.sha256(scope + b"\0json\0" + canonical.data).digest()
-        model = call.doc.get("model")
-        call.model = model[:200] if isinstance(model, str) else ""
-        if any(key in call.model for key in call.own_keys):
-            call.model = ""
-            raise ProxyError("invalid_request", "a key is no model")
-        call.size = canonical.size
-        call.is_stream = call.doc.get("stream") is True
-        # The same body on top of a conversation that the server holds is another turn.
-        call.may_join = call.may_join and not call.doc.get("conversation")
-        call.may_keep = call.may_join and (
-            settings.dedup == "on"
-            or (settings.dedup == "deterministic" and is_deterministic(call.doc))
-        )
-        if call.may_join:
-            found = self._known(call, key)
-            if found is None:
-                found = self._lead(call, key)
-            flights.alias(alias, key)
-            return found
-        return self._lead(call, key)
+        scope = "\0".join([credential, raw_path, *changing])
+        return scope.encode("utf-8", "surrogateescape")
 
     def _known(self, call: Call, key: bytes) -> Flight | tuple[Kept, float] | None:
         """A kept answer or a running flight that this caller takes."""
@@ -6269,6 +6944,7 @@ class Gateway:
         call.fate, call.max_tokens = "miss", max_tokens(call.doc)
         choices = self.sender.choices(call)
         flight = Flight(key, call, self._loop)
+        flight.is_merged = call.is_merged
         flight.reserved = call.reserve(choices[0].demand)
         call.leads = True
         if call.may_join:

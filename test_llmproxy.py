@@ -89,19 +89,24 @@ class FakeClock:
         return self.now
 
 
-def aio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def aio(test: Callable[..., Coroutine[Any, Any, None]], limit_s: float = 60) -> Callable[..., None]:
     """Run a test on a loop of its own; whatever it left running or unawaited fails it."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         async def limited() -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(limit_s):
                 await test(*args, **kwargs)
 
         asyncio.run(limited())
         gc.collect()
 
     return run
+
+
+def aio_long(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """As `aio`, where a real model takes its time."""
+    return aio(test, 240)
 
 
 async def settle() -> None:
@@ -1231,11 +1236,11 @@ def test_kept_answers_stay_within_their_bound_and_forget_their_aliases() -> None
     for number in range(2000):
         key = b"%d" % rng.randrange(100)
         flights.keep(key, kept(rng.choice([0, 10, 900, 5000, 10**5]), clock()), limit)
-        flights.alias(b"alias %d" % number, key)
+        flights.alias(b"alias %d" % number, key, False, False)
         flights._forget(key)
         real = sum(k.size_bytes for k in flights.kept.values())
         assert real == flights.kept_bytes <= limit
-    assert set(flights._keys.values()) <= set(flights.kept)
+    assert {key for key, *_ in flights._keys.values()} <= set(flights.kept)
     flights.shrink(0)
     assert (flights.kept_bytes, flights._keys, flights._aliases) == (0, {}, {})
 
@@ -6005,8 +6010,10 @@ needs_llama = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def llama(port: int = 0) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A llama.cpp server with two slots; it may still be loading."""
+def llama(
+    port: int = 0, slots: int = 2, context: int = 2048, threads: int = 2, *more: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A llama.cpp server; it may still be loading."""
     for lib in LLAMA.glob("*.so.0.*"):
         link = LLAMA / (lib.name.split(".so.")[0] + ".so.0")
         if not link.exists():
@@ -6014,22 +6021,8 @@ def llama(port: int = 0) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     if not port:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-    args = [
-        "-m",
-        MODEL,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "-np",
-        2,
-        "-c",
-        2048,
-        "-t",
-        2,
-        "--metrics",
-        "--slots",
-    ]
+    args = ["-m", MODEL, "--host", "127.0.0.1", "--port", port, "-np", slots, "-c", context]
+    args += ["-t", threads, "--metrics", *(more or ["--slots"])]
     proc = subprocess.Popen(
         [str(LLAMA / "llama-server"), *map(str, args)],
         stdout=subprocess.DEVNULL,
@@ -6056,6 +6049,223 @@ async def ready(base: str) -> None:
                         return
             await asyncio.sleep(0.05)
     raise AssertionError("llama.cpp did not start")
+
+
+def timeless(value: Any) -> Any:
+    """An answer without what differs between two of the same."""
+    if isinstance(value, dict):
+        drop = ("id", "created", "created_at", "completed_at", "timings")
+        return {k: timeless(v) for k, v in value.items() if k not in drop}
+    if isinstance(value, str):  # a character that max_tokens cut in two is not in a stream
+        return value.rstrip("\ufffd ")
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+GET_WEATHER = {
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+# A template of the common kind, whose tool calls llama.cpp can read; it begins with a thought
+# where there are no tools.
+TEMPLATE = """
+{%- if tools %}{{- '<|im_start|>system\n<tools>' }}
+{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\n</tools>\nCall a function so:\n<tool_call>\n{"name": <name>, "arguments": <object>}' }}
+{{- '\n</tool_call><|im_end|>\n' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role != 'assistant' %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- else %}{{- '<|im_start|>assistant' }}
+{%- if message.reasoning_content %}
+{{- '\n<think>\n' + message.reasoning_content + '\n</think>\n' }}{%- endif %}
+{%- if message.content %}{{- '\n' + message.content }}{%- endif %}
+{%- for call in message.tool_calls %}
+{%- if call.function %}{%- set call = call.function %}{%- endif %}
+{{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+{{- call.arguments | tojson }}{{- '}\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
+{%- if not tools %}{{- '<think>\n' }}{%- endif %}{%- endif %}
+"""
+
+
+def weather_calls(count: int) -> list[dict[str, Any]]:
+    """A conversation that even a tiny model goes on with by calling the tool."""
+    messages: list[dict[str, Any]] = []
+    for city in ("Rome", "Berlin", "Oslo", "Madrid", "London", "Vienna")[:count]:
+        function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
+        called = {"id": city, "type": "function", "function": function}
+        messages.append({"role": "user", "content": f"Weather in {city}?"})
+        messages.append({"role": "assistant", "content": "", "tool_calls": [called]})
+    return [*messages, {"role": "user", "content": "Weather in Paris?"}]
+
+
+def varied_calls(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Paths and bodies of all forms that llama.cpp can be asked for."""
+    rng = random.Random(5)
+    words = ["sky", "river", "世界", "Grüße", "🎉", "tree", "JSON", "code", "one", "two"]
+    for _ in range(count):
+        prompt = " ".join(rng.choices(words, k=rng.randint(1, 12)))
+        limit = rng.choice([6, 9, 14])
+        body = {"temperature": 0, "cache_prompt": False, "max_tokens": limit}
+        chat = [{"role": "user", "content": prompt}]
+        tools = {"tools": [{"type": "function", "function": GET_WEATHER}]}
+        kind = rng.randrange(20)
+        if kind < 8:
+            more: dict[str, Any] = rng.choice(
+                [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["e", "。"]},
+                 {"stream": False}, {"response_format": {"type": "json_object"}}]
+            )  # fmt: skip
+            yield CHAT, {**body, **more, "messages": chat}
+        elif kind < 11:
+            more = rng.choice([{}, {"prompt": [prompt, "Once"]}, {"logprobs": 2}, {"stop": "a"}])
+            yield "/v1/completions", {**body, "prompt": prompt, **more}
+        elif kind < 14:
+            more = rng.choice(
+                [{}, {"prompt": [prompt, "Once"]}, {"n_probs": 2}, {"timings_per_token": True}]
+            )
+            yield "/completion", {**body, "prompt": prompt, "n_predict": limit, **more}
+        elif kind < 16:
+            yield "/v1/messages", {**body, "messages": chat, "stop_sequences": ["e"]}
+        elif kind < 18:
+            yield "/v1/responses", {**body, "input": prompt, "max_output_tokens": limit}
+        elif kind == 18:
+            cut = rng.choice([18, 26, 60])
+            called = {**body, **tools, "tool_choice": "required", "max_tokens": cut}
+            yield CHAT, {**called, "messages": weather_calls(6)}
+        else:
+            bad: list[tuple[str, dict[str, Any]]] = [
+                (CHAT, {"messages": [{"role": "user", "content": "x " * 3000}]}),
+                (CHAT, {"messages": "no list"}), ("/v1/messages", {}), (CHAT, {**body, "n": 9}),
+            ]  # fmt: skip
+            yield rng.choice(bad)
+
+
+@needs_llama
+@aio_long
+async def test_llama_answers_are_put_together_as_the_server_would_give_them(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    parsed = Counter[str]()
+    with llama(0, 2, 4096, 2, "--jinja", "--chat-template-file", str(template)) as (_, base):
+        await ready(base)
+        settings: dict[str, Any] = {"dedup": "off", "retries": 0, "breaker_failures": 999}
+        async with (
+            proxy(base, **settings) as caller,
+            proxy(base, upstream_stream="off", **settings) as plain,
+        ):
+            await until(lambda: caller.upstream.is_llama and plain.upstream.is_llama)
+            for path, body in varied_calls(200):
+                if path in ("/v1/messages", "/v1/responses"):
+                    await plain.fetch(body, path)  # these take the prompt from the cache
+                wanted = await plain.fetch(body, path)
+                found = await caller.fetch(body, path)
+                assert found[0] == wanted[0], (path, body)
+                assert timeless(json.loads(found[2])) == timeless(json.loads(wanted[2])), body
+                assert found[1]["Content-Type"] == wanted[1]["Content-Type"]
+                parsed["tool"] += b"tool_calls" in found[2]
+                parsed["thought"] += b"reasoning" in found[2]
+                parsed["logprobs"] += b"logprob" in found[2]
+                parsed[str(found[0])] += 1
+    assert min(parsed[name] for name in ("tool", "thought", "logprobs", "200", "400")) > 3
+
+
+@needs_llama
+@aio
+async def test_llama_plain_and_streaming_callers_share_one_call() -> None:
+    with llama() as (_, base):
+        await ready(base)
+        async with proxy(base, share="all") as caller, caller.openai() as client:
+            await until(lambda: caller.upstream.is_llama)
+            body = {**ask("Tell me more."), "max_tokens": 60}
+            forms: list[dict[str, Any]] = [
+                {}, {"stream": True}, {"stream": False},
+                {"stream": True, "stream_options": {"include_usage": True}},
+            ]  # fmt: skip
+            answers = await asyncio.gather(*(caller.fetch({**body, **form}) for form in forms * 3))
+            assert caller.counters.upstream_calls == 1
+            texts = set()
+            for (status, headers, data), form in zip(answers, forms * 3, strict=True):
+                assert status == 200
+                if form.get("stream"):
+                    docs = [json.loads(e[6:]) for e in data.split(b"\n\n") if b"{" in e]
+                    assert (
+                        data.endswith(DONE) and b"event-stream" in headers["Content-Type"].encode()
+                    )
+                    assert bool(docs[-1].get("usage")) is ("stream_options" in form)
+                    deltas = [c["delta"].get("content") for d in docs for c in d["choices"]]
+                    texts.add("".join(filter(None, deltas)))
+                else:
+                    answer = json.loads(data)
+                    assert answer["usage"]["completion_tokens"] <= 60
+                    texts.add(answer["choices"][0]["message"]["content"])
+            assert len(texts) == 1
+            # Kept in all its forms as well, whichever was asked for first.
+            for form in forms:
+                assert await caller.fate({**body, **form}) == "hit"
+            made: Any = await client.chat.completions.create(**body)
+            assert made.choices[0].message.content in texts
+            assert (await caller.fetch(body))[2] == answers[0][2]
+
+
+@needs_llama
+@aio
+async def test_llama_slots_are_free_at_once_when_a_plain_caller_leaves() -> None:
+    with llama() as (_, base):
+        await ready(base)
+        async with proxy(base, abandon="cancel", timeout=30) as caller:
+            await until(lambda: caller.upstream.is_llama)
+            long = {"max_tokens": 900, "ignore_eos": True}
+            stream = asyncio.create_task(caller.fetch({**ask("a stream"), **long, "stream": True}))
+            took_s = []
+            async with aiohttp.ClientSession() as session:
+                for number in range(3):  # the machine may be busy with something else
+                    body = {**ask(f"a plain call {number}"), **long}
+                    plain = asyncio.create_task(caller.fetch(body))
+                    while await busy_slots(session, base) < 2:
+                        await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.3)
+                    plain.cancel()
+                    left_at = time.monotonic()
+                    while await busy_slots(session, base) == 2:
+                        await asyncio.sleep(0.02)
+                    took_s.append(time.monotonic() - left_at)
+                    assert not stream.done()
+            assert min(took_s) < 0.1
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+
+
+@needs_llama
+@aio_long
+async def test_llama_slow_is_no_hang_and_a_hang_is_found() -> None:
+    prompt = " ".join(f"word{n} is a thing" for n in range(820))  # about 6,000 tokens
+    with llama(0, 1, 8192, 1) as (proc, base):
+        await ready(base)
+        settings = {"timeout": 5, "retries": 0, "breaker_failures": 1}
+        async with proxy(base, **settings) as caller, caller.openai() as client:
+            await until(lambda: caller.upstream.is_llama)
+            status, headers, body = await caller.fetch({**ask(prompt), "max_tokens": 4})
+            assert (status, headers["x-llmproxy-fate"]) == (200, "miss")
+            assert json.loads(body)["usage"]["prompt_tokens"] > 5000
+            stopped = asyncio.create_task(caller.fetch({**ask("Not " + prompt), "max_tokens": 4}))
+            async with aiohttp.ClientSession() as session:
+                while not await busy_slots(session, base):
+                    await asyncio.sleep(0.02)
+            await asyncio.sleep(2.0)  # well into the prompt
+            proc.send_signal(signal.SIGSTOP)
+            began_at = time.monotonic()
+            status, _, body = await stopped
+            assert (status, json.loads(body)["error"]["code"]) == (504, "upstream_timeout")
+            assert 3 < time.monotonic() - began_at < 8
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "Hello?"}]
+                )
+            assert caught.value.status_code in (503, 504)
+            assert any(c.state is State.OPEN for c in caller.sender.circuits.values())
+            proc.send_signal(signal.SIGCONT)
 
 
 @needs_llama
