@@ -6011,7 +6011,12 @@ needs_llama = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def llama(
-    port: int = 0, slots: int = 2, context: int = 2048, threads: int = 2, *more: Any
+    port: int = 0,
+    slots: int = 2,
+    context: int = 2048,
+    threads: int = 2,
+    *more: Any,
+    model: Any = "",
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A llama.cpp server; it may still be loading."""
     for lib in LLAMA.glob("*.so.0.*"):
@@ -6021,7 +6026,18 @@ def llama(
     if not port:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-    args = ["-m", MODEL, "--host", "127.0.0.1", "--port", port, "-np", slots, "-c", context]
+    args = [
+        "-m",
+        model or MODEL,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "-np",
+        slots,
+        "-c",
+        context,
+    ]
     args += ["-t", threads, "--metrics", *(more or ["--slots"])]
     proc = subprocess.Popen(
         [str(LLAMA / "llama-server"), *map(str, args)],
@@ -6235,6 +6251,94 @@ async def test_llama_slots_are_free_at_once_when_a_plain_caller_leaves() -> None
             assert min(took_s) < 0.1
             stream.cancel()
             await asyncio.gather(stream, return_exceptions=True)
+
+
+async def metric(session: aiohttp.ClientSession, base: str, name: str) -> float:
+    async with session.get(base + "/metrics") as response:
+        found = re.search(rf"^llamacpp:{name} (\S+)", await response.text(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@needs_llama
+@aio
+async def test_llama_calls_wait_in_front_of_it_never_inside() -> None:
+    with llama() as (_, base):
+        await ready(base)
+        async with proxy(base, concurrency="auto") as caller, aiohttp.ClientSession() as session:
+            await until(lambda: caller.upstream.is_llama)
+            assert (caller.gate.slots, caller.gate.capacity) == (2, 2)  # 2 x 1,024 tokens
+            calls = [
+                asyncio.create_task(caller.fetch({**ask(f"call {n}"), "max_tokens": 40}))
+                for n in range(7)
+            ]
+            both = {**ask("two answers"), "max_tokens": 40, "n": 2}  # these take both slots
+            calls.append(asyncio.create_task(caller.fetch(both)))
+            await until(lambda: caller.gate.queued == 6)
+            urgent = asyncio.create_task(
+                caller.fetch(
+                    {**ask("now"), "max_tokens": 9}, headers={"x-llmproxy-priority": "high"}
+                )
+            )
+            seen = []
+            while not all(call.done() for call in calls):
+                seen.append(await metric(session, base, "requests_deferred"))
+                assert caller.gate.taken <= 2
+                if urgent.done():
+                    assert sum(call.done() for call in calls) <= 4 or len(seen) > 2
+                await asyncio.sleep(0.02)
+            assert set(seen) == {0.0} and len(seen) > 10
+            assert [(await call)[0] for call in [*calls, urgent]] == [200] * 9
+
+
+@needs_llama
+@aio_long
+async def test_llama_restarted_with_another_model_serves_those_who_wait(tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.symlink_to(MODEL)
+    with llama() as (proc, base):
+        await ready(base)
+        port = URL(base).port or 0
+        async with proxy(base, concurrency="auto", timeout=5) as caller:
+            await until(lambda: caller.upstream.is_llama)
+            kept = {**ask("kept"), "max_tokens": 3}
+            assert await caller.fate(kept) == "miss"
+            calls = [
+                asyncio.create_task(caller.fetch({**ask(f"call {n}"), "max_tokens": 60}))
+                for n in range(8)
+            ]
+            await until(lambda: any(call.done() for call in calls))
+            proc.kill()
+            proc.wait()
+            await until(lambda: caller.upstream.shown()["state"] == "restarting")
+            await asyncio.sleep(0.5)
+            with llama(port, 3, model=other):
+                answers = await asyncio.gather(*calls)
+                assert [status for status, _, _ in answers] == [200] * 8
+                await until(lambda: caller.upstream.model == "other.gguf")
+                assert caller.gate.slots == 3 and caller.upstream.shown()["state"] == "up"
+                # What the other model said is not this one's answer.
+                assert await caller.fate(kept) == "miss"
+            assert all(c.state is State.CLOSED for c in caller.sender.circuits.values())
+
+
+@needs_llama
+@aio
+async def test_llama_idle_connections_of_an_old_process_cost_nobody_an_error() -> None:
+    with llama() as (proc, base):
+        await ready(base)
+        port = URL(base).port or 0
+        async with proxy(base, retries=0) as caller:
+            await until(lambda: caller.upstream.is_llama)
+            body = {"max_tokens": 2}
+            await asyncio.gather(*(caller.fetch({**ask(f"a{n}"), **body}) for n in range(4)))
+            proc.kill()
+            proc.wait()
+            with llama(port):
+                await ready(base)
+                answers = await asyncio.gather(
+                    *(caller.fetch({**ask(f"b{n}"), **body}) for n in range(4))
+                )
+                assert [status for status, _, _ in answers] == [200] * 4
 
 
 @needs_llama
