@@ -532,6 +532,8 @@ class Settings:
     clients: list[ClientRule] = field(default_factory=list)
     upstreams: list[UpstreamRule] = field(default_factory=list)  # instead of `upstream`
     keys: list[KeyRule] = field(default_factory=list)  # of `upstream`
+    path: Path | None = None  # the file; it need not be there
+    again: Callable[[], Settings] | None = None  # reads them all once more
     # fmt: on
 
     def assign(self, name: str, texts: list[str], where: str) -> None:
@@ -551,6 +553,24 @@ class Settings:
             values["admin-key"] = "***"
         return values
 
+    def changed(self, texts: Mapping[str, Any], where: str) -> Settings:
+        """A copy in which live settings are as given, as one would type or write them.
+
+        Raises:
+            ConfigError: one is unknown, not live or cannot be used.
+        """
+        copy = dataclasses.replace(self, given=dict(self.given))
+        for flag, value in texts.items():
+            name = flag.replace("-", "_")
+            if name not in SETTINGS:
+                raise ConfigError(f"{where}: {unknown_name(flag, map(flag_name, SETTINGS))}")
+            if not SETTINGS[name].metadata["live"]:
+                why = "is not live: set it in the file or by flag and restart the daemon"
+                raise ConfigError(f"{where}: {flag_name(name)} {why}")
+            copy.assign(name, typed(value), f"{where}: {flag_name(name)}")
+            copy.given[name] = where
+        return copy
+
     def rule_of(self, model: str) -> ModelRule:
         for rule in self.models:
             if fnmatch.fnmatchcase(model, rule.name):
@@ -567,6 +587,24 @@ SETTINGS = fields_of(Settings)
 
 def flag_name(name: str) -> str:
     return name.replace("_", "-")
+
+
+def typed(value: Any) -> list[str]:
+    """A value of JSON or TOML, as its setting is given as text."""
+    values = value if isinstance(value, list) else [value]
+    words = {None: "none", True: "on", False: "off"}
+    return [words[v] if v is None or isinstance(v, bool) else str(v) for v in values]
+
+
+def writable(name: str, value: Any) -> Any:
+    """A setting's value as the file holds it; None where it is the default."""
+    item = SETTINGS[name]
+    default = [] if item.metadata["many"] else item.default
+    if value == default:
+        return None
+    if value is None:
+        return next(word for word, v in item.metadata["also"].items() if v is None)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def default_text(item: dataclasses.Field[Any]) -> str:
@@ -602,7 +640,9 @@ def load_settings(
         ConfigError: one line that names the flag, or the file, line and key.
     """
     settings = Settings()
-    file = _File(settings, path or default_config_path(env))
+    settings.path = path or default_config_path(env)
+    settings.again = lambda: load_settings(flags, env, path)
+    file = _File(settings, settings.path)
     file.load(is_optional=path is None)
     for name, item in SETTINGS.items():
         variable = f"LLMPROXY_{name.upper()}"
@@ -758,6 +798,130 @@ def _why_unreadable(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or type(error).__name__)
 
 
+@contextlib.contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Let one process at a time read and replace a file, where the system has such locks."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    try:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {_why_unreadable(error)}") from None
+
+
+def with_settings(text: str, values: Mapping[str, Any]) -> str:
+    """The file with top-level settings as given; None takes one out.
+
+    Lines of those that stand there are replaced, new ones stand before the first table; all else
+    stays as it is. Where a setting is written in some other way, the file is written anew from
+    its data: order stays, comments do not.
+    """
+    wanted = tomllib.loads(text)
+    written = {key.replace("-", "_"): key for key in wanted}
+    for name, value in values.items():
+        key = written.get(name, name)
+        wanted.pop(key, None)
+        if value is not None:
+            wanted[key] = value
+    lines = text.splitlines(keepends=True)
+    tables = [n for n, line in enumerate(lines) if line.lstrip().startswith("[")]
+    end = min([*tables, len(lines)])
+    head, rest = lines[:end], lines[end:]
+    while rest and head and not head[-1].strip():
+        rest.insert(0, head.pop())
+    for name, value in values.items():
+        key = written.get(name, name)
+        found = [n for n, line in enumerate(head) if re.match(rf"\s*{re.escape(key)}\s*=", line)]
+        if value is None:
+            head = [line for n, line in enumerate(head) if n not in found]
+            continue
+        line = tomli_w.dumps({key: value})
+        if found:
+            comment = re.search(r"\s+#[^\"']*$", head[found[0]])
+            line = line.rstrip("\n") + (comment[0] if comment else "\n")
+            head[found[0]] = line
+        else:
+            head += ([] if not head or head[-1].endswith("\n") else ["\n"]) + [line]
+    changed = "".join([*head, *rest])
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads(changed) == wanted:
+            return changed
+    return tomli_w.dumps(wanted)
+
+
+def with_client(text: str, name: str, key_sha256: str) -> str:
+    """The file with one more client at its end; written anew where that does not fit in."""
+    table = {"client": {name: {"key_sha256": key_sha256}}}
+    wanted = tomllib.loads(text)
+    wanted.setdefault("client", {})[name] = table["client"][name]
+    longer = f"{text.rstrip()}\n\n{tomli_w.dumps(table)}".lstrip()
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads(longer) == wanted:
+            return longer
+    return tomli_w.dumps(wanted)
+
+
+def without_client(text: str, name: str) -> str:
+    """The file without a client's tables.
+
+    The lines from its header to the next header go, the rest stays as it is. Where the client
+    stands in another form (inline, or with dotted keys), the file is written anew from its data:
+    order stays, comments do not.
+    """
+    wanted = tomllib.loads(text)
+    del wanted["client"][name]
+    if not wanted["client"]:
+        del wanted["client"]
+    kept, is_inside = [], False
+    for line in text.splitlines(keepends=True):
+        if line.lstrip().startswith("["):
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                is_inside = name in tomllib.loads(line).get("client", {})
+        if not is_inside:
+            kept.append(line)
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads("".join(kept)) == wanted:
+            return "".join(kept)
+    return tomli_w.dumps(wanted)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all; what was there keeps its mode."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = path.resolve()  # a link stays a link
+        mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(mode)
+            Path(temporary).replace(target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
 ###############################################################################
 # Flow control
 ###############################################################################
@@ -850,6 +1014,14 @@ class Bucket:
             if need <= 0:
                 return at
         return math.inf
+
+
+def rebucket(bucket: Bucket | None, limit: int | None, clock: Clock) -> Bucket | None:
+    """A bucket of another limit; what the old one has counted stays."""
+    if limit is None or bucket is None:
+        return Bucket.of(limit, clock)
+    bucket.limit = limit
+    return bucket
 
 
 def shown_bucket(bucket: Bucket | None) -> dict[str, int] | None:
@@ -1130,6 +1302,7 @@ class Gate:
         self.pool = list(pool)
         self.running = self.taken = self.weight = self.queued_bytes = 0
         self.permits: set[Permit] = set()
+        self.is_paused = False  # by the operator: nobody goes
         self.adaptive: Adaptive | None = None
         self.service_s = 1.0  # running mean of how long a permit is held
         self.used_share = 1.0  # and of what is used of the tokens that are reserved
@@ -1159,6 +1332,16 @@ class Gate:
 
     def resize(self, slots: int, capacity: int) -> None:
         self.slots, self.capacity = slots, capacity
+        self.dispatch()
+
+    def limit(self, rpm: int | None, tpm: int | None) -> None:
+        """Change the buckets; what they have counted stays."""
+        self.rpm = rebucket(self.rpm, rpm, self._clock)
+        self.tpm = rebucket(self.tpm, tpm, self._clock)
+        self.dispatch()
+
+    def pause(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
         self.dispatch()
 
     async def enter(
@@ -1206,7 +1389,9 @@ class Gate:
 
     def enter_now(self, demand: Demand) -> Permit | None:
         """What `enter` returns, where nobody waits and there is room; else None."""
-        if self._queue or not self._fits(demand) or (key := self._pick(demand)[0]) is None:
+        if self._queue or self.is_paused or not self._fits(demand):
+            return None
+        if (key := self._pick(demand)[0]) is None:
             return None
         self._virtual = self._charge(demand)
         return self._grant(demand, key)
@@ -1413,7 +1598,7 @@ class Gate:
         fresh: set[tuple[str, str]] | None = None
         blocking = self._blocking()
         queue = self._queue if blocking is None else [blocking]
-        for waiter in queue if self.taken < self.slots else ():
+        for waiter in queue if self.taken < self.slots and not self.is_paused else ():
             key, is_held_back = self._pick(waiter.demand)
             if is_held_back:
                 is_limited = True
@@ -1857,6 +2042,13 @@ class Circuit:
         elif self.is_sick:
             self.is_sick = False
             self._trial_at = self._clock()
+
+    def close(self) -> None:
+        """The operator knows that it is well again."""
+        if self.state is not State.CLOSED:
+            self._recent.clear()
+            self._trials.clear()
+            self._change(State.CLOSED)
 
     def timeout_s(self) -> float:
         """Twice the learned p99, in 1..30 s; more only where one of the last 100 needed more."""
@@ -2420,6 +2612,13 @@ class Client:
         self.rule = rule
         self._clock = clock
         self.rpm, self.tpm = Bucket.of(rule.rpm, clock), Bucket.of(rule.tpm, clock)
+
+    def limit(self, rule: ClientRule) -> None:
+        """Take another rule; what was counted stays."""
+        old, self.rule = self.rule, rule
+        if (old.rpm, old.tpm) != (rule.rpm, rule.tpm):
+            self.rpm = rebucket(self.rpm, rule.rpm, self._clock)
+            self.tpm = rebucket(self.tpm, rule.tpm, self._clock)
 
     def shown(self) -> dict[str, Any]:
         limits = {"rpm": shown_bucket(self.rpm), "tpm": shown_bucket(self.tpm)}
@@ -3506,6 +3705,24 @@ class Budgets:
     def is_empty(self) -> bool:
         return not self.of_all and not any(self.of_client.values())
 
+    def limit(self, settings: Settings) -> list[Budget]:
+        """Take the limits of changed settings; what was spent stays. Returns what is new."""
+        before = {(b.name, b.window): b for b in self.all()}
+        after = Budgets(settings, self.now)
+        new = []
+        for budgets in (after.of_all, *after.of_client.values()):
+            for n, budget in enumerate(budgets):
+                if (known := before.get((budget.name, budget.window))) is None:
+                    new.append(budget)
+                else:
+                    known.limit, budgets[n] = budget.limit, known
+        self.of_all, self.of_client = after.of_all, after.of_client
+        self.changed()
+        return new
+
+    def all(self) -> list[Budget]:
+        return [*self.of_all, *itertools.chain.from_iterable(self.of_client.values())]
+
     def of(self, client: str) -> list[Budget]:
         found = [*self.of_all, *self.of_client.get(client, ())]
         for budget in found:
@@ -4220,9 +4437,7 @@ class Upstream:
                 rpm=Bucket.of(key.rpm, clock), tpm=Bucket.of(key.tpm, clock), clock=clock)
             for key in rule.keys
         ]  # fmt: skip
-        rpm = Bucket.of(rule.rpm or settings.rpm, clock)
-        tpm = Bucket.of(rule.tpm or settings.tpm, clock)
-        self.gate = Gate(1, 1, clock, rpm=rpm, tpm=tpm, pool=pool)
+        self.gate = Gate(1, 1, clock, pool=pool)
         self._clock = clock
         self.resize()
         self._health_path = "/health"
@@ -4242,6 +4457,8 @@ class Upstream:
 
     def resize(self) -> None:
         """Give the gate the sizes that the settings, or llama.cpp, say."""
+        rule, settings = self.rule, self._settings
+        self.gate.limit(rule.rpm or settings.rpm, rule.tpm or settings.tpm)
         wanted = self.rule.concurrency or self._settings.concurrency
         calls = wanted if isinstance(wanted, int) else self.slots or 16
         tokens = self.rule.inflight_tokens or self._settings.inflight_tokens
@@ -4268,6 +4485,7 @@ class Upstream:
             **self.speeds.shown(), "is_adaptive": gate.adaptive is not None,
             "concurrency": gate.slots, "inflight_tokens": gate.capacity * 1000,
             "running": gate.running, "queued": gate.queued,
+            "service_s": round(gate.service_s, 3),
             "rpm": shown_bucket(gate.rpm), "tpm": shown_bucket(gate.tpm),
             "keys": [key.shown() for key in gate.pool],
         }  # fmt: skip
@@ -5058,6 +5276,9 @@ class Counters:
             "task": printable(call.task), "cost_usd": call.cost_micros / 1e6,
         }  # fmt: skip
 
+    def last(self, count: int) -> list[dict[str, Any]]:
+        return [self.row(call) for call in list(self.recent)[-count:]] if count else []
+
     def spent(self, usage: Usage) -> None:
         self.tokens_in += usage.prompt
         self.tokens_out += usage.completion
@@ -5078,6 +5299,7 @@ class Counters:
             "unpriced_tokens": self.unpriced_tokens,
             "latency_ms": _percentiles_ms(self.latency_s),
             "queue_ms": _percentiles_ms(self.queue_s),
+            "waited": {"calls": sum(self.times["queue"].counts), "s": self.times["queue"].sum_s},
             "calls_per_s": round(self.rate(), 2),
             "uptime_s": round(self._clock() - self.started_at, 1),
         }  # fmt: skip
@@ -5100,8 +5322,19 @@ class Books:
         if settings.state != "none":
             self.ledger = Ledger(state_path(settings.state), lambda: settings.retention, now)
         self.is_read = True  # what was spent before
-        # Nothing has a price, a budget or a row: then a call does not pay for the asking either.
-        self.is_plain = self.ledger is None and self.budgets.is_empty and self.prices.is_empty
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing has a price, a budget or a row: a call does not pay for the asking either."""
+        return self.ledger is None and self.budgets.is_empty and self.prices.is_empty
+
+    def change(self, settings: Settings) -> None:
+        """Take prices and budgets of changed settings. Raises ConfigError; nothing was changed."""
+        self.prices = Prices(settings)
+        if self.budgets.limit(settings) and self.ledger is not None:
+            found = self._read_spent()
+            if found is not None:
+                self._take_up(found)
 
     def start(self) -> None:
         if self.ledger is not None:
@@ -5284,8 +5517,7 @@ class Books:
 
     def shown(self) -> dict[str, Any]:
         self.today.roll(self._now())
-        budgets = [*self.budgets.of_all]
-        budgets += [b for of_client in self.budgets.of_client.values() for b in of_client]
+        budgets = self.budgets.all()
         for budget in budgets:
             budget.roll(self._now())
         return {
@@ -6601,6 +6833,135 @@ class Passage:
 # -- the operator's routes
 
 
+def check_open(settings: Settings) -> None:
+    """Raise ConfigError where anybody on the network could use the upstream unasked."""
+    is_open = settings.allow_open == "on" or bool(settings.clients)
+    if not is_loopback(settings.host) and not is_open:
+        why = f"--host {settings.host}: whoever reaches it could use the upstream; add a client "
+        raise ConfigError(why + "(llmproxy key new NAME) or say --allow-open")
+
+
+class Control:
+    """What an operator changes while it runs. A change acts at the next decision, on no call."""
+
+    TABLES = ("models", "clients", "upstreams", "keys")
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._loaded = dataclasses.replace(gateway.settings)
+        self.is_paused = False
+
+    def change(self, texts: Mapping[str, Any], where: str = "set") -> dict[str, Any]:
+        """Change live settings, all of them or none; returns their values by flag name.
+
+        Raises:
+            ConfigError: says which one and why; nothing was changed.
+        """
+        self._take(self._gateway.settings.changed(texts, where))
+        shown = self._gateway.settings.shown()
+        return {flag: shown[flag] for flag in (flag_name(name) for name in texts)}
+
+    def save(self, flags: Iterable[str] = ()) -> Path:
+        """Write settings that the file has differently: those named, else all live ones.
+
+        Raises:
+            ConfigError: the file cannot be read or written, and is as it was.
+        """
+        settings = self._gateway.settings
+        path = settings.path or default_config_path(os.environ)
+        with only_one(path):
+            text = text_of(path)
+            there = load_settings({}, {}, path) if text else Settings()
+            names = [flag.replace("-", "_") for flag in flags]
+            names = names or [name for name in SETTINGS if SETTINGS[name].metadata["live"]]
+            values = {name: getattr(settings, name) for name in names}
+            new = {n: writable(n, v) for n, v in values.items() if v != getattr(there, n)}
+            if new:
+                replace_file(path, with_settings(text, new))
+        return path
+
+    def reload(self) -> str:
+        """Read the file, and all else, once more; returns what came of it.
+
+        What has not changed there since it was last read stays as it was set in the meantime.
+
+        Raises:
+            ConfigError: nothing was changed.
+        """
+        settings = self._gateway.settings
+        if settings.again is None:
+            raise ConfigError("there is no file to read again")
+        fresh, old = settings.again(), self._loaded
+        names = [n for n in (*SETTINGS, *self.TABLES) if getattr(fresh, n) != getattr(old, n)]
+        live = [n for n in names if n in ("models", "clients") or self._is_live(n)]
+        new = {name: getattr(fresh, name) for name in live}
+        given = {**settings.given, **{n: fresh.given.get(n, "reload") for n in live}}
+        changed = dataclasses.replace(settings, **new, given=given)
+        check_open(changed)
+        self._take(changed)
+        self._loaded = dataclasses.replace(old, **new)
+        rest = [flag_name(name) for name in names if name not in live]
+        text = f"changed {', '.join(map(flag_name, live)) or 'nothing'}"
+        return text + (f"; wants a restart: {', '.join(rest)}" if rest else "")
+
+    @staticmethod
+    def _is_live(name: str) -> bool:
+        return name in SETTINGS and bool(SETTINGS[name].metadata["live"])
+
+    def _take(self, changed: Settings) -> None:
+        gateway, settings = self._gateway, self._gateway.settings
+        money = ("price", "prices", "budget", "budget_month", "models", "clients")
+        if any(getattr(changed, name) != getattr(settings, name) for name in money):
+            gateway.books.change(changed)
+        gateway.clients = self._clients(changed)
+        for name in (*SETTINGS, *self.TABLES, "given"):
+            setattr(settings, name, getattr(changed, name))
+        for upstream in gateway.sender.upstreams:
+            upstream.resize()
+        gateway.flights.shrink(settings.cache_bytes)
+
+    def _clients(self, changed: Settings) -> list[Client]:
+        """Those of the file; who was there before keeps what was counted."""
+        known = {client.rule.name: client for client in self._gateway.clients}
+        clients = []
+        for rule in changed.clients:
+            client = known.get(rule.name) or Client(rule, self._gateway.clock)
+            client.limit(rule)
+            clients.append(client)
+        return clients
+
+    def act(self, action: str, wanted: Mapping[str, Any]) -> str:
+        """Pause, resume, clear what is kept, close circuits, reload; returns what was done.
+
+        `wanted`: upstream, model and path of the circuit to close; none of them: all.
+
+        Raises:
+            ConfigError: it cannot be done.
+        """
+        gateway = self._gateway
+        if action in ("pause", "resume"):
+            self.is_paused = action == "pause"
+            for upstream in gateway.sender.upstreams:
+                upstream.gate.pause(self.is_paused)
+            return "paused: new calls wait in the queue" if self.is_paused else "going on"
+        if action == "clear":
+            count = len(gateway.flights.kept)
+            gateway.flights.shrink(-1)
+            return f"forgot {count} kept answers"
+        if action == "close":
+            circuits = [c for c in gateway.sender.circuits.values() if c.state is not State.CLOSED]
+            fits = [c for c in circuits if all(c.shown()[k] == v for k, v in wanted.items())]
+            for circuit in fits:
+                circuit.close()
+            return f"closed {len(fits)} circuits"
+        if action == "reload":
+            return self.reload()
+        raise ConfigError(f"unknown action {printable(action)}; known: {', '.join(ACTIONS)}")
+
+
+ACTIONS = ("pause", "resume", "clear", "close", "reload")
+
+
 class Admin:
     """The operator's routes: for loopback callers or the admin key, never for a web page."""
 
@@ -6618,12 +6979,17 @@ class Admin:
         relay, name = self._gateway.relay, call.path.removeprefix(ADMIN)
         try:
             self._check(call, request, origin)
+            query = URL(call.raw_path, encoded=True).query
             if name in self._routes:
                 doc = self._routes[name]()
+                if name == "status" and query.get("recent", "").isdecimal():
+                    doc["recent"] = self._gateway.counters.last(int(query["recent"]))
+            elif name == "settings" or name.startswith("do/"):
+                doc = await self._operate(name, call, request)
             elif name == "calls" or name.startswith("trace/"):
-                doc = await self._read(name, URL(call.raw_path, encoded=True).query)
+                doc = await self._read(name, query)
             else:
-                known = ", ".join([*self._routes, "calls", "trace/ID"])
+                known = ", ".join([*self._routes, "calls", "trace/ID", "settings", "do/ACTION"])
                 raise ProxyError("not_found", f"admin routes: {known}")
         except ProxyError as error:
             return relay.refuse(call, error, request)
@@ -6632,6 +6998,36 @@ class Admin:
         if name == "metrics":
             reply.head.headers["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8"
         return reply
+
+    async def _operate(
+        self, name: str, call: Call, request: web.BaseRequest
+    ) -> dict[str, Any]:
+        """Read or change settings, or have something done."""
+        control, settings = self._gateway.control, self._gateway.settings
+        if name == "settings" and call.method == "GET":
+            live = [flag_name(n) for n, item in SETTINGS.items() if item.metadata["live"]]
+            given = {flag_name(n): where for n, where in settings.given.items()}
+            return {
+                "settings": settings.shown(), "given": given, "live": live,
+                "file": str(settings.path or ""),
+            }  # fmt: skip
+        if call.method != ("PATCH" if name == "settings" else "POST"):
+            raise ProxyError("not_found", "GET or PATCH settings, POST do/ACTION")
+        body = await Upload(request, SLICE_BYTES).whole(call) or b"{}"
+        try:
+            doc = json.loads(body)
+            if not isinstance(doc, dict):
+                raise ConfigError("wants a JSON object")
+            if name != "settings":
+                return {"done": control.act(name.removeprefix("do/"), doc)}
+            is_saved = doc.pop("save", False)
+            changed = control.change(doc)
+            saved = {"saved": str(control.save(doc))} if is_saved else {}
+            return {"settings": changed, **saved}
+        except ConfigError as error:
+            raise ProxyError("invalid_request", str(error)) from None
+        except (ValueError, RecursionError):
+            raise ProxyError("invalid_request", "the body is no JSON") from None
 
     async def _read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
         """Rows of the ledger, read beside the event loop."""
@@ -6713,6 +7109,7 @@ class Gateway:
         self.flights = Flights(clock)
         self.sender = Sender(settings, self.books, self.flights, clock)
         self.relay = Relay(settings, self.books, self.flights, clock)
+        self.control = Control(self)
         self.admin = Admin(self)
         self.clients = [Client(rule, clock) for rule in settings.clients]
         self.is_draining = False
@@ -6969,7 +7366,10 @@ class Gateway:
                 for c in circuits if c.state is not State.CLOSED
             ],
             "circuits": [
-                {**c.shown(), "timeout_s": round(c.timeout_s(), 1), "measured": len(c.attempt_s)}
+                {
+                    **c.shown(), "timeout_s": round(c.timeout_s(), 1), "measured": len(c.attempt_s),
+                    "p99_s": round(percentile(c.attempt_s, 0.99), 3),
+                }
                 for c in circuits[-100:]
             ],
             "queue": [
@@ -6983,7 +7383,7 @@ class Gateway:
                 "calls": sum(gate.running for gate in gates),
                 "weight": sum(gate.weight for gate in gates),
             },
-            "draining": self.is_draining,
+            "draining": self.is_draining, "paused": self.control.is_paused,
             "upstreams": [upstream.shown() for upstream in sender.upstreams],
             "clients": [client.shown() for client in self.clients],
             "settings": self.settings.shown(),
@@ -7155,10 +7555,7 @@ class Daemon:
                 settings.upstream = settings.upstream.replace("mock:", address)
                 for rule in rules:
                     rule.url = rule.url.replace("mock:", address)
-            is_open = settings.allow_open == "on" or bool(settings.clients)
-            if not is_loopback(settings.host) and not is_open:
-                why = f"--host {settings.host}: whoever reaches it could use the upstream; add a "
-                raise ConfigError(why + "client (llmproxy key new NAME) or say --allow-open")
+            check_open(settings)
             for base in [rule.url for rule in rules] or [settings.upstream]:
                 if URL(base).port == settings.port and is_loopback(URL(base).host or ""):
                     if is_loopback(settings.host):
@@ -7219,6 +7616,8 @@ async def run(settings: Settings, console: Console | None) -> int:
         loop.add_signal_handler(number, signals.put_nowait, number)
     async with Daemon(settings) as daemon:
         gateway = daemon.gateway
+        if hasattr(signal, "SIGHUP"):
+            loop.add_signal_handler(signal.SIGHUP, reload, gateway.control)
         if console is None:
             targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
             print(f"llmproxy {__version__} on {daemon.url} -> {targets}", flush=True)
@@ -7236,6 +7635,14 @@ async def run(settings: Settings, console: Console | None) -> int:
             if is_second or not draining.result():
                 log.warning("ended with calls in flight")
         return 1 if is_second else 0
+
+
+def reload(control: Control) -> None:
+    """On SIGHUP. A bad file changes nothing."""
+    try:
+        log.warning("reload: %s", control.reload())
+    except ConfigError as error:
+        log.error("reload: nothing was changed: %s", error)
 
 
 @contextlib.asynccontextmanager
@@ -8101,7 +8508,7 @@ def _cmd_key(args: argparse.Namespace) -> int:
 
 
 def _change_keys(args: argparse.Namespace, path: Path) -> int:
-    text = _text_of(path)
+    text = text_of(path)
     clients = load_settings({}, {}, path).clients if text else []
     if args.verb == "list":
         for rule in clients:
@@ -8122,90 +8529,6 @@ def _change_keys(args: argparse.Namespace, path: Path) -> int:
     print(key)
     print(f"this key is shown once; its hash is in {path}; restart the daemon", file=sys.stderr)
     return 0
-
-
-@contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Let one process at a time read and replace a file, where the system has such locks."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path.parent, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    try:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {_why_unreadable(error)}") from None
-
-
-def with_client(text: str, name: str, key_sha256: str) -> str:
-    """The file with one more client at its end; written anew where that does not fit in."""
-    table = {"client": {name: {"key_sha256": key_sha256}}}
-    wanted = tomllib.loads(text)
-    wanted.setdefault("client", {})[name] = table["client"][name]
-    longer = f"{text.rstrip()}\n\n{tomli_w.dumps(table)}".lstrip()
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        if tomllib.loads(longer) == wanted:
-            return longer
-    return tomli_w.dumps(wanted)
-
-
-def without_client(text: str, name: str) -> str:
-    """The file without a client's tables.
-
-    The lines from its header to the next header go, the rest stays as it is. Where the client
-    stands in another form (inline, or with dotted keys), the file is written anew from its data:
-    order stays, comments do not.
-    """
-    wanted = tomllib.loads(text)
-    del wanted["client"][name]
-    if not wanted["client"]:
-        del wanted["client"]
-    kept, is_inside = [], False
-    for line in text.splitlines(keepends=True):
-        if line.lstrip().startswith("["):
-            with contextlib.suppress(tomllib.TOMLDecodeError):
-                is_inside = name in tomllib.loads(line).get("client", {})
-        if not is_inside:
-            kept.append(line)
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        if tomllib.loads("".join(kept)) == wanted:
-            return "".join(kept)
-    return tomli_w.dumps(wanted)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all; what was there keeps its mode."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        target = path.resolve()  # a link stays a link
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(mode)
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 COMMANDS: dict[str, tuple[str, Any, Any]] = {
