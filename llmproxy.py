@@ -38,6 +38,7 @@ import gc
 import hashlib
 import heapq
 import hmac
+import http.client
 import ipaddress
 import itertools
 import json
@@ -61,6 +62,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
@@ -128,6 +130,10 @@ log = logging.getLogger("llmproxy")
 
 class ConfigError(Exception):
     """A setting that cannot be used. The message names where it stands and says the mend."""
+
+
+class RemoteError(Exception):
+    """A daemon that cannot be asked, or that refused; the message says the mend."""
 
 
 # code: status, OpenAI type, Anthropic type, x-should-retry
@@ -6956,10 +6962,12 @@ class Control:
             return f"closed {len(fits)} circuits"
         if action == "reload":
             return self.reload()
+        if action == "save":
+            return f"saved in {self.save()}"
         raise ConfigError(f"unknown action {printable(action)}; known: {', '.join(ACTIONS)}")
 
 
-ACTIONS = ("pause", "resume", "clear", "close", "reload")
+ACTIONS = ("pause", "resume", "clear", "close", "reload", "save")
 
 
 class Admin:
@@ -7623,7 +7631,8 @@ async def run(settings: Settings, console: Console | None) -> int:
             print(f"llmproxy {__version__} on {daemon.url} -> {targets}", flush=True)
         if not is_loopback(settings.host) and not settings.clients:
             log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
-        async with showing(gateway, daemon.url, console):
+        quits = functools.partial(signals.put_nowait, signal.SIGINT)
+        async with showing(gateway, daemon.url, console, quits):
             await signals.get()
             log.warning("draining: calls in flight finish, new ones get 503; again to end now")
             draining = asyncio.ensure_future(gateway.drain())
@@ -7646,13 +7655,16 @@ def reload(control: Control) -> None:
 
 
 @contextlib.asynccontextmanager
-async def showing(gateway: Gateway, url: str, console: Console | None) -> AsyncIterator[None]:
+async def showing(
+    gateway: Gateway, url: str, console: Console | None,
+    on_quit: Callable[[], None] = lambda: None,
+) -> AsyncIterator[None]:  # fmt: skip
     """The live table while the body runs, or else one log line a call."""
     if console is None:
         gateway.on_call = functools.partial(log_call, gateway.settings)
         yield
         return
-    task = asyncio.create_task(live_table(gateway, url, console))
+    task = asyncio.create_task(daemon_table(gateway, url, console, on_quit))
     try:
         yield
     finally:
@@ -7690,12 +7702,13 @@ _FATE_STYLE = {
     "miss": "", "joined": "green", "hit": "green", "stale": "yellow", "bypass": "dim",
     "rejected": "red",
 }  # fmt: skip
+_STATE_STYLE = {"up": "green", "unknown": "dim", "loading": "yellow", "restarting": "yellow"}
 MAX_FLOWS = 5  # clients in the queue that are shown
 _messages: deque[str] = deque(maxlen=3)  # what the log says while the table owns the terminal
 
 
 def render(
-    status: dict[str, Any], recent: Iterable[dict[str, Any]], url: str, width: int, height: int
+    status: dict[str, Any], url: str, width: int, height: int, board: Board | None = None
 ) -> RenderableType:
     """The live table as a renderable that fits `width` x `height`."""
     from rich.console import Group
@@ -7703,21 +7716,128 @@ def render(
 
     up = time.strftime("%H:%M:%S", time.gmtime(status["uptime_s"]))
     title = Text(f"llmproxy {status['version']}  {url}  up {up}", style="bold")
-    if status["draining"]:
-        title.append("  draining", style="bold yellow")
-    parts: list[Any] = [title, Text(), _numbers(status, width), Text(), _upstreams(status)]
+    for word in ("draining", "paused"):
+        if status[word]:
+            title.append(f"  {word}", style="bold yellow")
+    past = _past(board, width) if board is not None else []
+    tuning = _tuning(board, status, width, height) if board is not None else []
+    parts: list[Any] = [
+        title, Text(), _numbers(status, width), *past, Text(), _upstreams(status), *tuning
+    ]  # fmt: skip
     used = 7 + sum(len(status[name]) for name in ("upstreams", "open_circuits"))
     used += sum(len(upstream["keys"]) for upstream in status["upstreams"])
     used += sum(1 for client in status["clients"] if client["rpm"] or client["tpm"])
     used += min(len(status["queue"]), MAX_FLOWS) + len(status["budgets"])
     used += status["ledger"] not in ("ok", "none")
     used += math.ceil(20 / _number_columns(width))
+    used += len(past) + len(tuning)
+    used += sum(1 for upstream in status["upstreams"] if upstream["llama_cpp"])
     notes = [Text(note, style="yellow") for note in _messages]
-    parts += [Text(), _calls(list(recent), width, max(0, height - used - len(notes))), *notes]
+    parts += [Text(), _calls(status["recent"], width, max(0, height - used - len(notes))), *notes]
     for part in parts:
         if isinstance(part, Text):
             part.no_wrap, part.overflow = True, "ellipsis"
     return Group(*parts)
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """One bar a value, as high as its share of the highest; nothing is a blank."""
+    numbers = list(values)
+    most = max(numbers, default=0.0)
+    return "".join(_BARS[math.ceil(n / most * 8) - 1] if n > 0 else " " for n in numbers)
+
+
+def _past(board: Board, width: int) -> list[RenderableType]:
+    """The last minutes, two lines in two halves, or four narrow ones."""
+    from rich.text import Text
+
+    if not board.past:
+        return []
+    shown: dict[str, Callable[[float], str]] = {
+        "calls/s": "{:.1f}".format, "in flight": "{:.0f}".format,
+        "wait": lambda s: _duration(s * 1000), "429/s": "{:.1f}".format,
+    }  # fmt: skip
+    half = width // 2 - 1
+    room = max(5, half - 18)
+    texts = []
+    for name, form in shown.items():
+        values = [sample[name] for sample in board.past][-room:]
+        text = Text.assemble((f"{name:9} ", "dim"), (f"{form(values[-1]):>6} ", "bold"))
+        text.append(sparkline(values).rjust(room), "red" if name == "429/s" else "cyan")
+        texts.append(text)
+    lines = [Text(), *(Text("  ").join(texts[n : n + 2]) for n in (0, 2))]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return list(lines)
+
+
+def _tuning(
+    board: Board, status: dict[str, Any], width: int, height: int
+) -> list[RenderableType]:
+    """The chosen setting between its neighbours, and what is known that helps to set it."""
+    from rich.text import Text
+
+    if not board.has_keys:
+        return []
+    count = 1 if height < 30 else 5
+    places = range(board.chosen - count // 2, board.chosen + count // 2 + 1)
+    lines = [Text()]
+    for place in places:
+        flag = board.flags[place % len(board.flags)]
+        is_chosen = place == board.chosen
+        value = board.typed + "_" if is_chosen and board.typed is not None else _setting(
+            status, flag)
+        line = Text.assemble(("> " if is_chosen else "  ", "bold"), (f"{flag:17} ", "dim"))
+        line.append(value, "reverse" if is_chosen else "")
+        line.append(f"  {_hint(flag, status)}", "dim")
+        lines.append(line)
+    if board.shows_help:
+        lines += [Text(text, style="dim") for text in board.HELP]
+    note = board.note or ("" if board.shows_help or width < 70 else "? shows the keys")
+    lines.append(Text(note, style="yellow" if board.note else "dim"))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return list(lines)
+
+
+def _setting(status: Mapping[str, Any], flag: str) -> str:
+    item, value = SETTINGS[flag.replace("-", "_")], status["settings"][flag]
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    words = [word for word, v in item.metadata["also"].items() if v == value]
+    unit = item.metadata["unit"]
+    if words or not isinstance(value, (int, float)):
+        return words[0] if words else str(value)
+    if unit == "bytes":
+        return f"{value / 2**20:g} MiB"
+    return f"{value:g} {unit}"
+
+
+def _hint(flag: str, status: Mapping[str, Any]) -> str:
+    """What was measured and helps to choose a value."""
+    if flag == "timeout":
+        measured = [c for c in status["circuits"] if c["measured"]]
+        if not measured:
+            return "nothing learned yet"
+        p99_s = max(c["p99_s"] for c in measured)
+        suggested = max(c["timeout_s"] for c in measured)
+        return f"p99 of the first byte {_duration(p99_s * 1000)}, suggests {suggested:g} s"
+    if flag == "concurrency":
+        waited = status["queue_ms"]["p95"]
+        held = ", ".join(
+            f"{_duration(u['service_s'] * 1000)} a call at {u['concurrency']}"
+            for u in status["upstreams"]
+        )
+        return f"p95 wait {_duration(waited)}; {held}"
+    if flag in ("rpm", "tpm"):
+        used = [u[flag] for u in status["upstreams"] if u[flag] is not None]
+        return f"{_short(sum(b['used'] for b in used))} used in the last minute" if used else ""
+    if flag == "cache-bytes":
+        return f"{status['kept_answers']} answers, {status['kept_bytes'] / 2**20:.1f} MiB kept"
+    return ""
 
 
 def _number_columns(width: int) -> int:
@@ -7778,10 +7898,13 @@ def _upstreams(status: dict[str, Any]) -> RenderableType:
     for upstream in status["upstreams"]:
         limit = f"{upstream['running']}/{upstream['concurrency']} calls{_limits_used(upstream)}"
         limit += f", {_short(upstream['inflight_tokens'])} tok"
-        style = {"up": "green", "unknown": "dim"}.get(upstream["state"], "bold red")
+        limit += ", adaptive" if upstream["is_adaptive"] else ""
+        style = _STATE_STYLE.get(upstream["state"], "bold red")
         name = "" if upstream["name"] in upstream["url"] else f"{upstream['name']} "
         name += upstream["url"] + (f" {upstream['model']}" if upstream["model"] else "")
         table.add_row(Text(name), limit, Text(upstream["state"], style))
+        if upstream["llama_cpp"]:
+            table.add_row(Text(f"  {_slots(upstream)}"), _speeds(upstream), "")
         for key in upstream["keys"]:
             style = "green" if key["state"] == "ok" else "bold red"
             limit = f"{key['calls']} calls{_limits_used(key)}"
@@ -7804,6 +7927,23 @@ def _upstreams(status: dict[str, Any]) -> RenderableType:
         wait = f"trial in {circuit['retry_in_s']:.0f} s"
         table.add_row(Text(name), wait, Text(circuit["state"], "bold red"))
     return table
+
+
+def _slots(upstream: Mapping[str, Any]) -> str:
+    """Of a llama.cpp: slots that are busy, and how full its context is."""
+    busy, total = upstream["busy_slots"], upstream["context_tokens"]
+    fill = f", context {upstream['context_used'] / total:.0%} of {_short(total)}" if total else ""
+    return f"{'?' if busy is None else busy}/{upstream['slots']} slots busy{fill}"
+
+
+def _speeds(upstream: Mapping[str, Any]) -> str:
+    if upstream["output_tokens_per_s"] is None:
+        return ""
+    prompt, cached = upstream["prompt_tokens_per_s"], upstream["cache_hit_share"]
+    return (
+        f"{_short(upstream['output_tokens_per_s'])} tok/s, prompt {_short(prompt or 0)}/s, "
+        f"{cached or 0:.0%} cached"
+    )
 
 
 def _limits_used(limits: Mapping[str, Any]) -> str:
@@ -7851,44 +7991,364 @@ def _duration(ms: float) -> str:
     )
 
 
-async def live_table(gateway: Gateway, url: str, console: Console) -> None:
+class Operator:
+    """Whom the table asks and what it changes: the daemon in this process."""
+
+    is_remote = False
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def status(self) -> dict[str, Any]:
+        return {**self._gateway.status(), "recent": self._gateway.counters.last(50)}
+
+    def moved(self) -> Any:
+        """What differs when there is something new to draw."""
+        counters, sender = self._gateway.counters, self._gateway.sender
+        ended = sum(counters.fates.values())
+        return counters.requests, ended, sender.in_flight, sender.queued
+
+    async def change(self, flag: str, text: str) -> str:
+        done = self._gateway.control.change({flag: text}, "the table")
+        return f"{flag} = {done[flag]}"
+
+    async def save(self) -> str:
+        return await self.act("save")
+
+    async def act(self, action: str, **wanted: Any) -> str:
+        return self._gateway.control.act(action, wanted)
+
+
+class Remote(Operator):
+    """A daemon in another process, by its admin routes."""
+
+    is_remote = True
+
+    def __init__(self, url: str, admin_key: str | None) -> None:
+        self.url, self._admin_key = url, admin_key
+
+    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """One request; blocks, ten seconds at most.
+
+        Raises:
+            RemoteError: nobody answers there, or the answer is no.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{ADMIN}{path}", data, method=method)
+        if self._admin_key:
+            request.add_header("Authorization", f"Bearer {self._admin_key}")
+        proxies = urllib.request.ProxyHandler({} if is_loopback(request.host) else None)
+        try:
+            with urllib.request.build_opener(proxies).open(request, timeout=10) as response:
+                doc = json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            raise RemoteError(f"{self.url}: {_why_refused(error)}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            why = printable(str(getattr(error, "reason", error)) or type(error).__name__)
+            raise RemoteError(f"no daemon answers at {self.url} ({why})") from None
+        if not isinstance(doc, dict):
+            raise RemoteError(f"{self.url} is no llmproxy")
+        return doc
+
+    async def status(self) -> dict[str, Any]:
+        doc = await asyncio.to_thread(self.ask, "GET", "status?recent=50")
+        if "settings" not in doc or "recent" not in doc:
+            raise RemoteError(f"{self.url} is no llmproxy of this version")
+        return doc
+
+    def moved(self) -> Any:
+        return int(2 * time.monotonic())  # asked twice a second
+
+    async def change(self, flag: str, text: str) -> str:
+        doc = await asyncio.to_thread(self.ask, "PATCH", "settings", {flag: text})
+        return f"{flag} = {doc['settings'][flag]}"
+
+    async def save(self) -> str:
+        return await self.act("save")
+
+    async def act(self, action: str, **wanted: Any) -> str:
+        return str((await asyncio.to_thread(self.ask, "POST", f"do/{action}", wanted))["done"])
+
+
+def _why_refused(error: urllib.error.HTTPError) -> str:
+    with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
+        return printable(str(json.loads(error.read())["error"]["message"]), 300)
+    return f"it answered {error.code}"
+
+
+class Board:
+    """The state of the interactive table: the chosen setting, what is being typed, the past.
+
+    `press` takes one key and returns at once; what is to be done goes into `work`.
+    """
+
+    PAST_S = 300
+    HELP = (
+        "up/down choose a setting, left/right or -/+ change it, Enter types a value, Esc leaves",
+        "w write the file, r close the open circuit (again: the next), p pause and go on",
+        "c clear kept answers, ? this help, q drain and quit (in `top`: quit)",
+    )
+
+    def __init__(self, has_keys: bool = False) -> None:
+        self.has_keys, self.shows_help, self.note = has_keys, False, ""
+        self.typed: str | None = None  # a value that is being typed
+        self.chosen = 0
+        self.circuit = 0  # which of the open ones `r` closes next
+        self.is_over = False
+        self.work: deque[Callable[[Operator], Awaitable[str]]] = deque()
+        self.past: deque[dict[str, float]] = deque(maxlen=self.PAST_S)
+        self.flags = [flag_name(n) for n, item in SETTINGS.items() if item.metadata["live"]]
+        self.settings: dict[str, Any] = {}
+        self.circuits: list[dict[str, Any]] = []
+        self.is_paused = False
+        self._before: tuple[float, dict[str, Any]] | None = None
+
+    @property
+    def flag(self) -> str:
+        return self.flags[self.chosen]
+
+    def see(self, status: dict[str, Any], now: float) -> None:
+        """Take a new status, and once a second what has happened since the last."""
+        self.settings, self.is_paused = status["settings"], status["paused"]
+        self.circuits = status["open_circuits"]
+        if self._before is not None and now - self._before[0] < 1.0:
+            return
+        if self._before is not None:
+            span_s, old = max(now - self._before[0], 1e-3), self._before[1]
+            calls = status["waited"]["calls"] - old["waited"]["calls"]
+            waited_s = status["waited"]["s"] - old["waited"]["s"]
+            self.past.append({
+                "calls/s": (status["requests"] - old["requests"]) / span_s,
+                "in flight": status["in_flight"],
+                "wait": waited_s / calls if calls > 0 else 0.0,
+                "429/s": (status["upstream_429"] - old["upstream_429"]) / span_s,
+            })  # fmt: skip
+        self._before = now, status
+
+    def press(self, key: str) -> None:
+        pause = "resume" if self.is_paused else "pause"
+        works: dict[str, Callable[[Operator], Awaitable[str]]] = {
+            "w": lambda operator: operator.save(),
+            "p": lambda operator: operator.act(pause),
+            "c": lambda operator: operator.act("clear"),
+        }
+        if self.typed is not None:
+            self._type(key)
+            return
+        if key in works:
+            self.work.append(works[key])
+        elif key in ("up", "down"):
+            self.chosen = (self.chosen + (1 if key == "down" else -1)) % len(self.flags)
+        elif key in ("left", "right", "-", "+", "="):
+            self._step(-1 if key in ("left", "-") else 1)
+        elif key == "enter":
+            self.typed = ""
+        elif key == "r":
+            self._close()
+        self.shows_help ^= key == "?"
+        self.is_over |= key == "q"
+
+    def _type(self, key: str) -> None:
+        assert self.typed is not None
+        if key == "enter":
+            text, flag = self.typed, self.flag
+            if text:
+                self.work.append(lambda operator: operator.change(flag, text))
+            self.typed = None
+        elif key == "esc":
+            self.typed = None
+        elif key == "backspace":
+            self.typed = self.typed[:-1]
+        elif len(key) == 1 and key.isprintable():
+            self.typed += key
+
+    def _step(self, direction: int) -> None:
+        flag = self.flag
+        text = step(flag.replace("-", "_"), self.settings.get(flag), direction)
+        if text is None:
+            self.note = f"{flag}: Enter types a value"
+        else:
+            self.work.append(lambda operator: operator.change(flag, text))
+
+    def _close(self) -> None:
+        if not self.circuits:
+            self.note = "no circuit is open"
+            return
+        circuit = self.circuits[self.circuit % len(self.circuits)]
+        wanted = {name: circuit[name] for name in ("upstream", "model", "path")}
+        self.work.append(lambda operator: operator.act("close", **wanted))
+
+
+def step(name: str, value: Any, direction: int) -> str | None:
+    """The next sensible value of a setting as text; None where only typing helps.
+
+    Times and money go 1, 2, 5, 10; counts by one, large ones by a digit; sizes double. Words that
+    stand for a value of their own, like `none` and `auto`, come before the first number.
+    """
+    meta = SETTINGS[name].metadata
+    words, choices = list(meta["also"]), getattr(meta["parse"], "choices", None)
+    if choices:
+        return cast(str, choices[(choices.index(value) + direction) % len(choices)])
+    if meta["many"] or meta["parse"] in (str, parse_text):
+        return None
+    shown = next((word for word, v in meta["also"].items() if v == value), None)
+    if shown is not None:
+        place = words.index(shown) + direction
+        if place < 0:
+            return str(shown)
+        first = "10" if meta["parse"] is parse_count else "1"
+        return str(words[place]) if place < len(words) else first
+    number = float(value)
+    if meta["parse"] in (parse_count, parse_count_or_zero):
+        digit = max(1, 10 ** (len(str(int(number))) - 2))
+        number += direction * digit
+        if direction < 0 and len(str(int(number + digit))) > len(str(max(0, int(number)))):
+            number = number + digit - max(1, digit // 10)
+    elif meta["parse"] is parse_size:
+        number = number * 2 if direction > 0 else number // 2
+    elif meta["parse"] is parse_share:
+        number = min(round(number + 0.05 * direction, 2), 1.0)
+    else:
+        number = next_125(number, direction)
+    lowest = 1.0 if meta["parse"] is parse_count else 0.0
+    if number < lowest or (number == 0 and meta["parse"] is not parse_count_or_zero):
+        return str(words[-1]) if words else None
+    return f"{number:.12g}"
+
+
+def next_125(value: float, direction: int) -> float:
+    """The neighbour of a value in 0.01, 0.02, 0.05, 0.1 and so on."""
+    series = [round(m * 10.0**e, 10) for e in range(-3, 7) for m in (1, 2, 5)]
+    if direction > 0:
+        return next((n for n in series if n > value * 1.0001), value)
+    return next((n for n in reversed(series) if n < value * 0.9999), 0.0)
+
+
+_KEYS = {
+    "\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left", "\x1bOA": "up",
+    "\x1bOB": "down", "\x1bOC": "right", "\x1bOD": "left", "\r": "enter", "\n": "enter",
+    "\x7f": "backspace", "\x08": "backspace", "\x1b": "esc",
+}  # fmt: skip
+
+
+def split_keys(data: str) -> list[str]:
+    """Key names and characters of what a terminal sends; unknown sequences are dropped."""
+    found = re.findall(r"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])|.", data, re.DOTALL)
+    return [_KEYS.get(key, key) for key in found if key in _KEYS or key[0] != "\x1b"]
+
+
+@contextlib.contextmanager
+def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
+    """Give every key to `press` while the body runs; False where there is no keyboard to read."""
+    try:
+        import termios
+        import tty
+
+        fd = sys.stdin.fileno()
+        is_ours = os.tcgetpgrp(fd) == os.getpgrp()  # in the background reading would stop us
+        before = termios.tcgetattr(fd) if is_ours else None
+    except (ImportError, OSError, ValueError, termios.error):
+        before = None
+    if before is None:
+        yield False
+        return
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        try:
+            data = os.read(fd, 1024)
+        except OSError:
+            data = b""
+        if not data:  # the terminal is gone
+            loop.remove_reader(fd)
+        for key in split_keys(data.decode("utf-8", "ignore")):
+            press(key)
+
+    tty.setcbreak(fd)
+    try:
+        loop.add_reader(fd, read)
+        yield True
+    finally:
+        with contextlib.suppress(OSError, ValueError, termios.error):
+            loop.remove_reader(fd)
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+async def live_table(
+    operator: Operator, url: str, console: Console, on_quit: Callable[[], None] = lambda: None
+) -> None:
     """Draw until cancelled: at most 4 times a second, once a second when nothing moves.
 
     Drawn in a thread, since a terminal that is held (Ctrl-S) blocks whoever writes to it.
     """
     from rich.live import Live
 
+    board, pressed = Board(), asyncio.Event()
+
+    def press(key: str) -> None:
+        board.note = ""
+        board.press(key)
+        pressed.set()
+        if board.is_over:
+            on_quit()
+
+    loop = asyncio.get_running_loop()
+    drawn: tuple[Any, ...] = ()
+    drawing: asyncio.Future[None] | None = None
+    screen = Live(console=console, screen=True, auto_refresh=False)
+    with keyboard(press) as board.has_keys, screen as live:
+        try:
+            while True:
+                while board.work:
+                    board.note = await _done(board.work.popleft()(operator))
+                now = (int(time.monotonic()), operator.moved(), console.size, pressed.is_set())
+                if now != drawn:
+                    pressed.clear()
+                    drawn = (*now[:3], False)
+                    status = await operator.status()
+                    board.see(status, time.monotonic())
+                    view = render(status, url, *console.size, board)
+                    draw = functools.partial(live.update, view, refresh=True)
+                    drawing = loop.run_in_executor(None, draw)
+                    await asyncio.shield(drawing)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(pressed.wait(), 0.25)
+        finally:  # nothing may be drawn after the screen is given back
+            if drawing is not None:
+                await asyncio.wait([drawing], timeout=1.0)
+
+
+async def _done(work: Awaitable[str]) -> str:
+    """What came of an operator's wish."""
+    try:
+        return await work
+    except (ConfigError, RemoteError) as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def messages_below() -> Iterator[None]:
+    """What the log says while a table owns the terminal is shown under it."""
     handler = _MessageHandler()
     log.addHandler(handler)
     log.propagate = False
-    drawn: tuple[Any, ...] = ()
-    drawing: asyncio.Future[None] | None = None
     try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            try:
-                while True:
-                    counters = gateway.counters
-                    now = (
-                        int(gateway.clock()), counters.requests, sum(counters.fates.values()),
-                        gateway.sender.in_flight, gateway.sender.queued, console.size,
-                    )  # fmt: skip
-                    if now != drawn:
-                        drawn = now
-                        rows = [counters.row(call) for call in counters.recent]
-                        view = render(gateway.status(), rows, url, *console.size)
-                        draw = functools.partial(live.update, view, refresh=True)
-                        drawing = asyncio.get_running_loop().run_in_executor(None, draw)
-                        await asyncio.shield(drawing)
-                    await asyncio.sleep(0.25)
-            finally:  # nothing may be drawn after the screen is given back
-                if drawing is not None:
-                    await asyncio.wait([drawing], timeout=1.0)
-    except Exception as error:
-        log.error("the live table broke: %s", fault_lines(error))
-        gateway.on_call = functools.partial(log_call, gateway.settings)
+        yield
     finally:
         log.removeHandler(handler)
         log.propagate = True
+
+
+async def daemon_table(
+    gateway: Gateway, url: str, console: Console, on_quit: Callable[[], None]
+) -> None:
+    """The live table; where it breaks, the log goes on."""
+    try:
+        with messages_below():
+            await live_table(Operator(gateway), url, console, on_quit)
+    except Exception as error:
+        log.error("the live table broke: %s", fault_lines(error))
+        gateway.on_call = functools.partial(log_call, gateway.settings)
 
 
 class _MessageHandler(logging.Handler):
@@ -8128,44 +8588,304 @@ def _mock_anthropic(
 
 
 ###############################################################################
+# Bench
+###############################################################################
+# Rule: a client like any other; measures a proxy and what stands behind it side by side. Bounded
+# in calls and in time.
+
+
+class Scene:
+    """Calls made to one address, how many reached the provider, and what came of them."""
+
+    LIMIT_S = 40.0  # what a caller waits for one answer
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, name: str, model: str = "bench"
+    ) -> None:
+        self._session, self.url, self.name, self._model = session, url, name, model
+        self.made = self.reached = 0
+        self.outcomes = Counter[str]()  # by status, or kind of failure
+        self.times_s: list[float] = []
+        self.note = ""
+        self.headers: dict[str, str] = {}
+
+    @property
+    def answered(self) -> int:
+        return self.outcomes["200"]
+
+    async def ask(self, prompt: str) -> int:
+        """One call; its status, 0 where there was none."""
+        self.made += 1
+        began_at, status, kind = time.monotonic(), 0, ""
+        message = {"role": "user", "content": prompt}
+        body = {"model": self._model, "messages": [message], "max_tokens": 16}
+        try:
+            async with (
+                asyncio.timeout(self.LIMIT_S),
+                self._session.post(
+                    f"{self.url}/v1/chat/completions", json=body, headers=self.headers
+                ) as response,
+            ):
+                await response.read()
+                status = response.status
+        except (aiohttp.ClientError, OSError) as error:
+            kind = "timeout" if isinstance(error, TimeoutError) else "connection"
+        self.times_s.append(time.monotonic() - began_at)
+        self.outcomes[kind or str(status)] += 1
+        return status
+
+    async def herd(self, prompts: Iterable[str]) -> None:
+        await asyncio.gather(*map(self.ask, prompts))
+
+    async def phases(
+        self, mock: MockControl, mode: str, times_s: tuple[float, float, float], every_s: float
+    ) -> None:
+        """A call every `every_s`: well, in a fault mode, well again."""
+        well_s, down_s, again_s = times_s
+        await mock.set(mode="ok", latency=0.1)
+        began_at, count = time.monotonic(), 0
+        calls: list[asyncio.Task[int]] = []
+        state, well_at = "ok", 0.0
+        while (elapsed_s := time.monotonic() - began_at) < well_s + down_s + again_s:
+            wanted = mode if well_s <= elapsed_s < well_s + down_s else "ok"
+            if wanted != state:
+                await mock.set(mode=wanted)
+                state, well_at = wanted, time.monotonic()
+            calls.append(asyncio.create_task(self.ask(f"{self.name} {count} {began_at}")))
+            if state == "ok" and well_at and not self.note:
+                calls[-1].add_done_callback(functools.partial(self._recovered, well_at))
+            count += 1
+            await asyncio.sleep(every_s)
+        await asyncio.gather(*calls)
+
+    def _recovered(self, well_at: float, call: asyncio.Task[int]) -> None:
+        if not self.note and not call.cancelled() and call.result() == 200:
+            self.note = f"well after {time.monotonic() - well_at:.1f} s"
+
+    def shown(self) -> dict[str, Any]:
+        errors = {kind: n for kind, n in self.outcomes.items() if kind != "200" and n}
+        p50, p95, p99 = (round(percentile(self.times_s, n) * 1000, 1) for n in (0.5, 0.95, 0.99))
+        return {
+            "side": self.name, "calls": self.made, "reached": self.reached,
+            "errors": sum(errors.values()), "kinds": errors, "p50_ms": p50, "p95_ms": p95,
+            "p99_ms": p99, "note": self.note,
+        }  # fmt: skip
+
+
+class MockControl:
+    """The mock provider behind a proxy: how many calls it got, and which way it is to fail."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session, self._url = session, url
+
+    async def set(self, **wanted: Any) -> int:
+        """Change it; returns its count of calls."""
+        async with self._session.post(f"{self._url}/_mock", json=wanted) as response:
+            return int((await response.json())["calls"])
+
+    async def is_there(self) -> bool:
+        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, KeyError):
+            async with self._session.get(f"{self._url}/_mock") as response:
+                return response.status == 200 and "mode" in await response.json()
+        return False
+
+
+SCENARIOS = {
+    "herd": "200 identical calls at once",
+    "distinct": "20 different calls at once",
+    "outage": "a call every 0.25 s: 15 s well, 60 s of 503, 15 s well",
+    "hang": "the same, silent instead of 503",
+    "gate": "100 different calls at once where 60 a minute are allowed (set --rpm 60 to fit)",
+    "overhead": "200 calls in turn, then 16 at a time for 2 s",
+}
+FAULTS = ("outage", "hang", "gate")  # these need a provider that fails when it is told
+
+
+class Bench:
+    """Runs scenarios against a proxy and, side by side, against its upstream."""
+
+    def __init__(self, session: aiohttp.ClientSession, proxy: str, upstream: str) -> None:
+        self._session = session
+        self.sides = {"proxied": proxy, "direct": upstream}
+        self._mock = MockControl(session, upstream)
+        self.has_mock = False
+        self.speed = 1.0
+        self.model, self.headers = "bench", dict[str, str]()
+        self.set_rpm: Callable[[int | None], Any] = lambda rpm: None  # of a proxy of our own
+        self.scenes: list[Scene] = []  # of the scenario that runs
+        self._nonce = secrets.token_hex(4)  # nothing is answered from an earlier run
+
+    async def run(self, name: str, limit_s: float) -> dict[str, Any]:
+        """One scenario on both sides."""
+        self.scenes = []
+        sides = []
+        if name == "overhead":
+            sides = await self._overhead()
+        for side, url in self.sides.items() if name != "overhead" else ():
+            scene = self._scene(url, side)
+            before = await self._mock.set(mode="ok", rpm=0, reset=True) if self.has_mock else 0
+            began_at = time.monotonic()
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._play(name, scene, f"{self._nonce} {name} {side}")
+            except TimeoutError:
+                scene.note = f"stopped after {limit_s:g} s"
+            scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
+            if self.has_mock:
+                scene.reached = await self._mock.set(mode="ok", rpm=0) - before
+            sides.append(scene.shown())
+        return {"scenario": name, "what": SCENARIOS[name], "sides": sides}
+
+    def _scene(self, url: str, side: str) -> Scene:
+        scene = Scene(self._session, url, side, self.model)
+        scene.headers = self.headers
+        self.scenes.append(scene)
+        return scene
+
+    async def _play(self, name: str, scene: Scene, tag: str) -> None:
+        speed = self.speed
+        if self.has_mock:
+            await self._mock.set(latency=0.05 if name == "gate" else 1.5 / speed)
+        if name == "herd":
+            await scene.herd([f"{tag}: what is the capital of France?"] * 200)
+        elif name == "distinct":
+            await scene.herd(f"{tag}: question {n}?" for n in range(20))
+        elif name == "gate":
+            await self._mock.set(rpm=60)
+            self.set_rpm(60)
+            scene.LIMIT_S = 100.0
+            await scene.herd(f"{tag}: question {n}?" for n in range(100))
+            self.set_rpm(None)
+        else:
+            mode = "503" if name == "outage" else "hang"
+            times_s = (15 / speed, 60 / speed, 15 / speed)
+            await scene.phases(self._mock, mode, times_s, 0.25 / speed)
+
+    async def _overhead(self) -> list[dict[str, Any]]:
+        """Both sides in turn, call by call: so whatever else the machine does hits both alike."""
+        if self.has_mock:
+            await self._mock.set(mode="ok", latency=0.0, reset=True)
+        scenes = [self._scene(url, side) for side, url in self.sides.items()]
+        for n in range(200 if self.has_mock else 20):
+            for scene in scenes:
+                await scene.ask(f"{self._nonce} {scene.name} overhead {n}")
+        medians_ms = [percentile(scene.times_s, 0.5) * 1000 for scene in scenes]
+        shown = [scene.shown() for scene in scenes]
+        for row, scene in zip(shown, scenes, strict=True):
+            row["reached"] = row["calls"]
+            row["calls_per_s"] = await self._rate(scene) if self.has_mock else None
+            rate = f", {row['calls_per_s']:.0f} calls/s" if row["calls_per_s"] else ""
+            row["note"] = f"median {percentile(scene.times_s[:200], 0.5) * 1000:.2f} ms{rate}"
+        shown[0]["added_ms"] = round(medians_ms[0] - medians_ms[1], 3)
+        shown[0]["note"] += f", {shown[0]['added_ms']:.2f} ms added"
+        return shown
+
+    async def _rate(self, scene: Scene, callers: int = 16, span_s: float = 2.0) -> float:
+        """Calls a second of some callers who ask one call after another."""
+        until, before = time.monotonic() + span_s, scene.made
+
+        async def caller(number: int) -> None:
+            while time.monotonic() < until:
+                await scene.ask(f"{self._nonce} {scene.name} {number} {scene.made}")
+
+        await asyncio.gather(*map(caller, range(callers)))
+        return round((scene.made - before) / span_s, 1)
+
+    def progress(self) -> str:
+        done = ", ".join(f"{s.name} {len(s.times_s)} of {s.made} answered" for s in self.scenes)
+        return done or "starting"
+
+
+def bench_table(record: Mapping[str, Any]) -> Any:
+    """A record's scenarios as a rich table."""
+    from rich.table import Table
+
+    names = ("scenario", "side", "calls", "reached", "errors", "p50", "p95", "p99", "")
+    table = Table(box=None, header_style="dim", padding=(0, 1))
+    for name in names:
+        is_text = name in ("scenario", "side", "")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=bool(name))
+    for scenario in record["scenarios"]:
+        for n, row in enumerate(scenario["sides"]):
+            kinds = ", ".join(f"{count} x {kind}" for kind, count in row["kinds"].items())
+            table.add_row(
+                scenario["scenario"] if not n else "", row["side"], str(row["calls"]),
+                str(row["reached"]), str(row["errors"]),
+                *(_duration(row[f"p{p}_ms"]) for p in (50, 95, 99)),
+                "; ".join(filter(None, (row["note"], kinds))),
+            )  # fmt: skip
+    return table
+
+
+def compare_table(one: Mapping[str, Any], two: Mapping[str, Any]) -> Any:
+    """Two records beside each other, the proxied side: A, B, and how B differs."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", padding=(0, 1))
+    for name in ("scenario", "", "A", "B", "B/A"):
+        table.add_column(name, justify="left" if name in ("scenario", "") else "right")
+    rows = [{s["scenario"]: s["sides"][0] for s in record["scenarios"]} for record in (one, two)]
+    for scenario in [name for name in rows[0] if name in rows[1]]:
+        a, b = rows[0][scenario], rows[1][scenario]
+        for n, key in enumerate(("calls", "reached", "errors", "p50_ms", "p95_ms", "p99_ms")):
+            ratio = f"{b[key] / a[key]:.2f}" if a[key] else "-"
+            table.add_row("" if n else scenario, key, f"{a[key]:g}", f"{b[key]:g}", ratio)
+    settings = [record["settings"] for record in (one, two)]
+    for flag in [f for f in settings[0] if settings[0][f] != settings[1].get(f)]:
+        table.add_row("settings", flag, str(settings[0][flag]), str(settings[1].get(flag)), "")
+    return table
+
+
+async def run_bench(
+    bench: Bench, names: Iterable[str], limit_s: float, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All scenarios, with live progress on a terminal; returns the record."""
+    from rich.console import Console
+
+    record: dict[str, Any] = {
+        "version": __version__, "began": datetime.now().astimezone().isoformat("T", "seconds"),
+        "python": sys.version.split()[0], "platform": sys.platform, "cpus": os.cpu_count(),
+        "speed": bench.speed, "limit_s": limit_s, "model": bench.model,
+        "proxied": bench.sides["proxied"], "direct": bench.sides["direct"],
+        "has_mock": bench.has_mock, "settings": dict(settings), "scenarios": [],
+    }  # fmt: skip
+    console = Console(stderr=True)
+    for name in names:
+        with console.status(name) as status:
+
+            async def tell(name: str = name, status: Any = status) -> None:
+                while True:
+                    status.update(f"{name}: {bench.progress()}")
+                    await asyncio.sleep(0.25)
+
+            teller = asyncio.create_task(tell())
+            try:
+                record["scenarios"].append(await bench.run(name, limit_s))
+            finally:
+                teller.cancel()
+    return record
+
+
+###############################################################################
 # Demo
 ###############################################################################
 # Rule: the newcomer's first minute; a daemon on an embedded mock and a scripted load.
 
 
-class Scene:
-    """One row of the demo's table: calls made, how many reached the provider, how many answered."""
-
-    def __init__(self, daemon: Daemon, session: aiohttp.ClientSession, name: str) -> None:
-        self.daemon, self.session, self.name = daemon, session, name
-        self.made = self.reached = self.answered = 0
-        self.note = ""
-
-    async def ask(self, prompt: str) -> int:
-        self.made += 1
-        body = {"model": "demo", "messages": [{"role": "user", "content": prompt}]}
-        url = f"{self.daemon.url}/v1/chat/completions"
-        async with self.session.post(url, json=body) as response:
-            await response.read()
-            self.answered += response.status == 200
-            return response.status
-
-    async def herd(self, prompts: Iterable[str]) -> None:
-        await asyncio.gather(*map(self.ask, prompts))
-
-    async def outage(self, mock: Mock, down_s: float = 8.0) -> None:
-        mock.latency_s, mock.mode = 0.1, "503"
-        began_at = time.monotonic()
-        calls: list[asyncio.Task[int]] = []
-        while (elapsed_s := time.monotonic() - began_at) < down_s + 5:
-            if elapsed_s >= down_s:
-                mock.mode = "ok"
-            calls.append(asyncio.create_task(self.ask(f"Is it {len(calls)} yet?")))
-            await asyncio.sleep(0.25)
-            if mock.mode == "ok" and calls[-1].done() and calls[-1].result() == 200:
-                self.note = f"well after {time.monotonic() - began_at - down_s:.1f} s"
-                break
-        await asyncio.gather(*calls)
+async def outage(scene: Scene, mock: Mock, down_s: float = 8.0) -> None:
+    """Down for a while, then well, until a call is answered again."""
+    mock.latency_s, mock.mode = 0.1, "503"
+    began_at = time.monotonic()
+    calls: list[asyncio.Task[int]] = []
+    while (elapsed_s := time.monotonic() - began_at) < down_s + 5:
+        if elapsed_s >= down_s:
+            mock.mode = "ok"
+        calls.append(asyncio.create_task(scene.ask(f"Is it {len(calls)} yet?")))
+        await asyncio.sleep(0.25)
+        if mock.mode == "ok" and calls[-1].done() and calls[-1].result() == 200:
+            scene.note = f"well after {time.monotonic() - began_at - down_s:.1f} s"
+            break
+    await asyncio.gather(*calls)
 
 
 async def demo(settings: Settings, console: Console | None) -> int:
@@ -8179,7 +8899,7 @@ async def demo(settings: Settings, console: Console | None) -> int:
         mock = cast(Mock, daemon.mock)
 
         async def play(name: str, act: Callable[[Scene], Awaitable[None]]) -> None:
-            scene = Scene(daemon, session, name)
+            scene = Scene(session, daemon.url, name, "demo")
             before, began_at = mock.calls, time.monotonic()
             await act(scene)
             scene.reached = mock.calls - before
@@ -8192,7 +8912,7 @@ async def demo(settings: Settings, console: Console | None) -> int:
             await play("the same 200 again", lambda scene: scene.herd(same))
             different = [f"Question {n}?" for n in range(20)]
             await play("20 different calls at once", lambda scene: scene.herd(different))
-            await play("down for 8 s, 4 calls a second", lambda scene: scene.outage(mock))
+            await play("down for 8 s, 4 calls a second", lambda scene: outage(scene, mock))
     _print_scenes(scenes)
     return 0
 
@@ -8298,6 +9018,114 @@ def _cmd_demo(args: argparse.Namespace) -> int:
     return _run_loop(demo(Settings(), _console("auto")))
 
 
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    what = "; ".join(f"{name}: {text}" for name, text in SCENARIOS.items())
+    add = parser.add_argument
+    add("url", nargs="?", metavar="URL", help=(
+        "a running proxy; without one, a proxy with the settings given here runs on a mock"))
+    add("--only", action="append", choices=list(SCENARIOS), metavar="SCENARIO", help=(
+        f"run this one; repeatable (default: all that can be run). {what}"))
+    add("--speed", default="1", metavar="N", help="shorten the timelines N times (default 1)")
+    add("--limit", default="200", metavar="S", help="end a scenario after so long (default 200 s)")
+    add("--model", default="bench", help="model to ask for (default bench)")
+    add("--key-env", default="OPENAI_API_KEY", metavar="NAME", help=(
+        "environment variable whose key is sent, if it is set (default OPENAI_API_KEY)"))
+    add("--yes", action="store_true", help="do not ask before calls that may cost money")
+    add("--json", action="store_true", help="print all that is needed to repeat it, as JSON")
+    add("--save", action="store_true", help="keep a dated record under $XDG_STATE_HOME")
+    add("--compare", nargs=2, metavar=("A", "B"), help=(
+        "two records, by path or by the beginning of their names: set them side by side"))
+    _add_settings(parser)
+
+
+def _cmd_bench(args: argparse.Namespace) -> int:
+    if args.compare:
+        _plain_console().print(compare_table(*map(_record, args.compare)))
+        return 0
+    try:
+        speed, limit_s = float(args.speed), parse_seconds(args.limit)
+        if not 0.1 <= speed <= 100:
+            raise ValueError("--speed wants a number from 0.1 to 100")
+    except ValueError as error:
+        raise ConfigError(f"bench: {error}") from None
+    return _run_loop(_bench(args, speed, limit_s))
+
+
+async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        connector = aiohttp.TCPConnector(limit=0)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        settings = _settings_of(args)
+        if args.url is None:
+            settings.upstream, settings.upstreams, settings.keys = "mock:", [], []
+            settings.clients, settings.port, settings.state = [], 0, "none"
+            log.setLevel(logging.ERROR)  # the faults are on purpose
+            daemon = await stack.enter_async_context(Daemon(settings))
+            proxy, upstream, shown = daemon.url, settings.upstream, settings.shown()
+            control = daemon.gateway.control
+        else:
+            remote = _remote(args, args.url)
+            status = await remote.status()
+            proxy, shown = remote.url, status["settings"]
+            upstream = status["upstreams"][0]["url"]
+        bench = Bench(session, proxy, upstream)
+        bench.speed, bench.model = speed, args.model
+        if args.url is None and settings.rpm is None:
+            bench.set_rpm = lambda rpm: control.change({"rpm": rpm})
+        bench.has_mock = await MockControl(session, upstream).is_there()
+        if key := os.environ.get(args.key_env):
+            bench.headers = {"Authorization": f"Bearer {key}"}
+        names = args.only or [n for n in SCENARIOS if bench.has_mock or n not in FAULTS]
+        if not bench.has_mock and (faults := [n for n in names if n in FAULTS]):
+            why = f"{', '.join(faults)} wants a proxy on `llmproxy mock`, which {upstream} is not"
+            raise ConfigError(f"bench: {why}")
+        _may_cost(args, upstream, names)
+        record = await run_bench(bench, names, limit_s, shown)
+    if args.save:
+        path = _records() / f"{record['began'].replace(':', '')}.json"
+        replace_file(path, json.dumps(record, indent=1))
+        print(f"saved in {path}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(record, indent=1))
+    else:
+        _plain_console().print(bench_table(record))
+    return 0
+
+
+def _may_cost(args: argparse.Namespace, upstream: str, names: Iterable[str]) -> None:
+    """Ask before calls go anywhere but to this machine."""
+    if is_loopback(URL(upstream).host or "") or args.yes:
+        return
+    most = {"herd": 201, "distinct": 40, "overhead": 40}
+    calls = sum(most[name] for name in names)
+    text = f"This sends about {calls} calls of some 30 tokens each to {upstream}, as {args.model}; "
+    text += "it may cost money and use up rate limits. Go on? [y/N] "
+    if not sys.stdin.isatty():
+        raise ConfigError(f"bench: {upstream} is not this machine, its calls may cost: say --yes")
+    if input(text).strip().lower() not in ("y", "yes"):
+        raise ConfigError("bench: nothing was sent")
+
+
+def _records() -> Path:
+    return state_path(default_text(SETTINGS["state"])).parent / "bench"
+
+
+def _record(name: str) -> dict[str, Any]:
+    """A saved record, by its path or the beginning of its name."""
+    found = [p for p in sorted(_records().glob("*.json")) if p.name.startswith(name)]
+    path = Path(name) if Path(name).is_file() else found[0] if len(found) == 1 else None
+    if path is None:
+        what = "no record" if not found else f"{len(found)} records"
+        raise ConfigError(f"--compare {printable(name)}: {what} of this name in {_records()}")
+    try:
+        record = json.loads(path.read_bytes())
+        if isinstance(record, dict) and {"scenarios", "settings"} <= record.keys():
+            return record
+    except (OSError, ValueError, RecursionError):
+        pass
+    raise ConfigError(f"--compare {path}: is no record of llmproxy bench")
+
+
 def _cmd_check(args: argparse.Namespace) -> int:
     settings = _settings_of(args)
     Prices(settings)
@@ -8328,6 +9156,112 @@ def _differing(rule: Any) -> str:
     shown = {n: v for n, v in found.items() if v and n not in ("command", "key_sha256")}
     texts = {n: ", ".join(v) if isinstance(v, list) else v for n, v in shown.items()}
     return ", ".join(f"{name} = {text}" for name, text in texts.items())
+
+
+def _add_remote(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="PATH", help="TOML file that may name host and port")
+    parser.add_argument(
+        "--admin-key", dest="setting_admin_key", action="append", metavar="SECRET",
+        help="where the daemon wants one (LLMPROXY_ADMIN_KEY and the file do as well)",
+    )  # fmt: skip
+
+
+def _remote(args: argparse.Namespace, url: str | None) -> Remote:
+    """The daemon at a URL, else where the configuration says that it listens."""
+    settings = _settings_of(args)
+    if url is None:
+        host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+        url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    try:
+        return Remote(parse_url(url if "://" in url else f"http://{url}"), settings.admin_key)
+    except ValueError as error:
+        raise ConfigError(f"URL: {error}") from None
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", nargs="?", metavar="URL", help="(default http://127.0.0.1:4000)")
+    _add_remote(parser)
+
+
+def _cmd_top(args: argparse.Namespace) -> int:
+    console = _console("auto")
+    remote = _remote(args, args.url)
+    if console is None:
+        raise ConfigError("top: wants a terminal; see llmproxy get --json, or /_llmproxy/status")
+
+    async def show() -> int:
+        await remote.status()  # before the screen is taken
+        over = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, over.set)
+        table = asyncio.create_task(live_table(remote, remote.url, console, over.set))
+        ended = asyncio.create_task(over.wait())
+        await asyncio.wait([table, ended], return_when=asyncio.FIRST_COMPLETED)
+        for task in (table, ended):
+            task.cancel()
+        await asyncio.gather(table, ended, return_exceptions=True)
+        if not table.cancelled() and (error := table.exception()) is not None:
+            raise error
+        return 0
+
+    return _run_loop(show())
+
+
+def _add_get(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="SETTING", help="none: all")
+    parser.add_argument("--url", metavar="URL", help="of the daemon (default http://127.0.0.1:4000)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_remote(parser)
+
+
+def _cmd_get(args: argparse.Namespace) -> int:
+    doc = _remote(args, args.url).ask("GET", "settings")
+    shown, given = doc["settings"], doc["given"]
+    names = [name.replace("_", "-") for name in args.names]
+    for name in names:
+        if name not in shown:
+            raise ConfigError(unknown_name(name, shown))
+    wanted = {name: shown[name] for name in names or shown}
+    if args.json:
+        print(json.dumps(wanted, indent=1))
+        return 0
+    for name, value in wanted.items():
+        texts = ", ".join(typed(value)) if value != [] else "none"
+        if len(names) == 1:
+            print(texts)
+        else:
+            print(f"{name:20} {texts:24} {given.get(name, '')}".rstrip())
+    return 0
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("changes", nargs="+", metavar="SETTING=VALUE", help=(
+        "a live setting and its value; of a repeatable one name it several times, or say none"))
+    parser.add_argument("--save", action="store_true", help="write them into the file as well")
+    parser.add_argument("--url", metavar="URL", help="of the daemon (default http://127.0.0.1:4000)")
+    _add_remote(parser)
+
+
+def _cmd_set(args: argparse.Namespace) -> int:
+    changes: dict[str, Any] = {}
+    for change in args.changes:
+        flag, equals, value = change.partition("=")
+        name = flag.strip().replace("-", "_")
+        if not equals or name not in SETTINGS:
+            what = unknown_name(flag, map(flag_name, SETTINGS)) if equals else "wants SETTING=VALUE"
+            raise ConfigError(f"set {printable(change)}: {what}")
+        if SETTINGS[name].metadata["many"]:
+            known = changes.setdefault(flag_name(name), [])
+            known += [] if value in ("", "none") else [value]
+        else:
+            changes[flag_name(name)] = value
+    Settings().changed(changes, "set")  # what is wrong is said before anybody is asked
+    doc = _remote(args, args.url).ask("PATCH", "settings", {**changes, "save": args.save})
+    for name, value in doc["settings"].items():
+        print(f"{name} = {', '.join(typed(value)) if value != [] else 'none'}")
+    if "saved" in doc:
+        print(f"saved in {doc['saved']}")
+    return 0
 
 
 def _add_ledger(parser: argparse.ArgumentParser) -> None:
@@ -8535,7 +9469,11 @@ COMMANDS: dict[str, tuple[str, Any, Any]] = {
     "serve": ("the daemon (what runs without a command)", _add_settings, _cmd_serve),
     "mock": ("a stand-in provider with fault modes", _add_mock, _cmd_mock),
     "demo": ("see it work: a scripted load on an embedded provider", None, _cmd_demo),
+    "bench": ("measure a proxy and its upstream side by side", _add_bench, _cmd_bench),
     "check": ("validate the config file and say what it means", _add_settings, _cmd_check),
+    "top": ("the live table of a daemon that runs elsewhere", _add_top, _cmd_top),
+    "get": ("settings of a running daemon", _add_get, _cmd_get),
+    "set": ("change settings of a running daemon", _add_set, _cmd_set),
     "calls": ("the last calls, from the ledger", _add_calls, _cmd_calls),
     "trace": ("one call's whole life, from the ledger", _add_trace, _cmd_trace),
     "spend": ("money and tokens, from the ledger", _add_spend, _cmd_spend),
@@ -8588,7 +9526,7 @@ def main(argv: list[str] | None = None) -> int:
         if rest:
             args.parser.refuse(rest)
         return int(args.run(args))
-    except (ConfigError, ListenError, LedgerError) as error:
+    except (ConfigError, ListenError, LedgerError, RemoteError) as error:
         print(f"llmproxy: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # whoever read our output has seen enough

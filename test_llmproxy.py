@@ -377,6 +377,11 @@ async def raw(url: str, request: bytes, until_closed: bool = True) -> bytes:
         writer.close()
 
 
+async def seen_by_table(caller: Caller) -> dict[str, Any]:
+    """What the live table is given."""
+    return await llmproxy.Operator(caller.gateway).status()
+
+
 def drawn(view: Any, width: int) -> str:
     from rich.console import Console
 
@@ -3739,7 +3744,7 @@ async def test_a_broken_ledger_stops_spending_under_a_budget_only(tmp_path: Path
         async with proxy(up.base, **settings) as caller:
             assert (await caller.fetch(ask()))[0] == 200
             assert caller.gateway.status()["ledger"] not in ("ok", "none")
-            view = llmproxy.render(caller.gateway.status(), [], caller.url, 100, 30)
+            view = llmproxy.render(await seen_by_table(caller), caller.url, 100, 30)
             assert caller.gateway.books.ledger and caller.gateway.books.ledger.trouble in drawn(
                 view, 100
             )
@@ -3964,7 +3969,7 @@ async def test_no_secret_is_written_anywhere(
                     [caller.gateway.status(), *map(caller.counters.row, caller.counters.recent)]
                 )
                 shown += "\n".join(llmproxy.metrics(caller.gateway))
-                shown += drawn(llmproxy.render(caller.gateway.status(), [], "u", 200, 50), 200)
+                shown += drawn(llmproxy.render(await seen_by_table(caller), "u", 200, 50), 200)
                 for name in ("calls", "status", "metrics"):
                     async with caller.session.get(
                         f"{caller.url}/_llmproxy/{name}?" + ("limit=99" if name == "calls" else "")
@@ -5508,7 +5513,12 @@ def test_table_fits_and_says_all(width: int) -> None:
     console = Console(width=width, height=24, force_terminal=True, color_system=None)
     with console.capture() as capture:
         console.print(
-            llmproxy.render(status_of_many_things(), [row] * 50, "http://127.0.0.1:4000", width, 24)
+            llmproxy.render(
+                {**status_of_many_things(), "recent": [row] * 50},
+                "http://127.0.0.1:4000",
+                width,
+                24,
+            )
         )
     lines = capture.get().splitlines()
     text = "\n".join(lines)
@@ -6550,7 +6560,7 @@ def test_sections_use_only_what_stands_above_them() -> None:
         and not is_annotation(node, name)
     }
     # The server starts the embedded mock and the table; both are drawn below it.
-    assert forward == {("Server", "Mock"), ("Server", "live_table")}
+    assert forward == {("Server", "Mock"), ("Server", "daemon_table")}
     assert list(titles.values()) == re.findall(r"Sections.*?: (.+?)\.\n", source, re.S)[0].replace(
         "\n", " "
     ).split(", ")
