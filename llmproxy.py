@@ -35,6 +35,7 @@ import enum
 import fnmatch
 import functools
 import gc
+import gzip
 import hashlib
 import heapq
 import hmac
@@ -66,6 +67,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -8693,10 +8695,10 @@ class MockControl:
 SCENARIOS = {
     "herd": "200 identical calls at once",
     "distinct": "20 different calls at once",
+    "overhead": "200 calls in turn, then 16 at a time for 2 s",
+    "gate": "100 different calls at once where 60 a minute are allowed (set --rpm 60 to fit)",
     "outage": "a call every 0.25 s: 15 s well, 60 s of 503, 15 s well",
     "hang": "the same, silent instead of 503",
-    "gate": "100 different calls at once where 60 a minute are allowed (set --rpm 60 to fit)",
-    "overhead": "200 calls in turn, then 16 at a time for 2 s",
 }
 FAULTS = ("outage", "hang", "gate")  # these need a provider that fails when it is told
 
@@ -8719,6 +8721,8 @@ class Bench:
         """One scenario on both sides."""
         self.scenes = []
         sides = []
+        await self._ready()
+        self.scenes.clear()
         if name == "overhead":
             sides = await self._overhead()
         for side, url in self.sides.items() if name != "overhead" else ():
@@ -8741,6 +8745,16 @@ class Bench:
         scene.headers = self.headers
         self.scenes.append(scene)
         return scene
+
+    async def _ready(self, limit_s: float = 90.0) -> None:
+        """Wait until the proxy has found out that the provider is well, after a fault."""
+        if self.has_mock:
+            await self._mock.set(mode="ok", latency=0.0, rpm=0)
+        probe, until = self._scene(self.sides["proxied"], "waiting"), time.monotonic() + limit_s
+        while self.has_mock and time.monotonic() < until:
+            if await probe.ask(f"{self._nonce} {time.monotonic()}") == 200:
+                return
+            await asyncio.sleep(0.5)
 
     async def _play(self, name: str, scene: Scene, tag: str) -> None:
         speed = self.speed
@@ -8927,6 +8941,279 @@ def _print_scenes(scenes: list[Scene]) -> None:
     for s in scenes:
         table.add_row(s.name, str(s.made), str(s.reached), str(s.answered), s.note)
     Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+###############################################################################
+# Replay
+###############################################################################
+# Rule: reads logs of calls and says what a proxy would have done with them; calls nothing.
+
+WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0, "24 h": 86400.0, "all": math.inf}
+
+
+NO_CALL = (ValueError, TypeError, AttributeError, RecursionError, OverflowError)
+
+
+@dataclass(slots=True)
+class Logged:
+    """One call of a log; `digest` of what was asked, `span_s` how long it took."""
+
+    digest: bytes
+    model: str
+    usage: Usage
+    client: str = ""
+    at: float | None = None
+    span_s: float | None = None
+    words: str = ""
+
+
+class CallLog:
+    """Calls of a log in as few objects as possible: there may be a million.
+
+    `keys` gives each different request a number; the columns hold one number a call.
+    """
+
+    def __init__(self, prices: Prices, keeps_words: bool = False) -> None:
+        self._prices, self._keeps_words = prices, keeps_words
+        self.keys: dict[bytes, int] = {}
+        self.words: dict[int, str] = {}  # the first of a request
+        self.at, self.span_s = array("d"), array("d")  # NaN: not known
+        self.key, self.client = array("I"), array("I")
+        self.tokens, self.micros = array("Q"), array("Q")
+        self.lines = self.bad_lines = 0
+        self.first_bad = ""
+        self.estimated = self.unpriced = 0
+        self._clients: dict[str, int] = {}
+
+    def read(self, lines: Iterable[bytes]) -> None:
+        """JSONL; a line that is no call is counted and passed over."""
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                self.lines += 1
+                try:
+                    self.add(json.loads(line))
+                except NO_CALL as error:
+                    self.bad_lines += 1
+                    why = printable(str(error)) or "nested too deeply"
+                    self.first_bad = self.first_bad or f"line {number}: {why}"
+
+    def add(self, doc: dict[str, Any]) -> None:
+        """One record: a conversation, a line of a batch, or a call that the proxy logged."""
+        if isinstance(doc.get("conversation"), list):
+            self._add_conversation(doc)
+            return
+        body, answer = doc.get("body") or doc.get("request"), doc.get("answer")
+        if isinstance(body, str):
+            body = json.loads(body)
+        if not isinstance(body, dict) and ("messages" in doc or "prompt" in doc or "input" in doc):
+            body = doc
+        if not isinstance(body, dict):
+            raise ValueError("no call: wants body, request, messages or conversation")
+        response = doc.get("response")
+        if isinstance(response, dict):
+            answer = response.get("body")
+        usage = _logged_usage(doc, answer)
+        canonical = Canonical(body)
+        url = str(doc.get("url") or doc.get("path") or "")
+        key = hashlib.blake2b(url.encode("utf-8", "replace") + canonical.data, digest_size=16)
+        model = body.get("model") if isinstance(body.get("model"), str) else ""
+        if usage is None:
+            output = len(answer) // 4 if isinstance(answer, str) else 0
+            usage = Usage(round(canonical.size.chars / 3), 0, output, is_estimated=True)
+        words = _first_words(body) if self._keeps_words else ""
+        at = _instant(doc.get("time_unix", doc.get("timestamp", doc.get("created_at"))))
+        span_s = doc["total_ms"] / 1000 if isinstance(doc.get("total_ms"), (int, float)) else None
+        client = str(doc.get("client") or body.get("user") or "")
+        self._put(Logged(key.digest(), model or "", usage, client, at, span_s, words))
+
+    def _add_conversation(self, doc: dict[str, Any]) -> None:
+        """Each answer of a conversation was a call, with all that was said before it."""
+        model, at = str(doc.get("model") or ""), _instant(doc.get("timestamp"))
+        client = str(doc.get("hashed_ip") or doc.get("user_id") or doc.get("user") or "")
+        digest, chars, words = hashlib.blake2b(model.encode(), digest_size=16), 0, ""
+        for message in doc["conversation"]:
+            role, text = message.get("role"), message.get("content") or ""
+            if role == "assistant":
+                usage = Usage(round(chars / 3), 0, round(len(text) / 3), is_estimated=True)
+                said_at = _instant(message.get("timestamp"))
+                at = at if said_at is None else said_at
+                self._put(Logged(digest.digest(), model, usage, client, at, None, words))
+            elif self._keeps_words and not words:
+                words = text[:80]
+            digest.update(f"\0{role}\0{text}".encode("utf-8", "replace"))
+            chars += len(text)
+
+    def _put(self, call: Logged) -> None:
+        key = self.keys.setdefault(call.digest, len(self.keys))
+        price, usage = self._prices.of(call.model), call.usage
+        guessed_s = usage.completion * TOKEN_S_UNLEARNED
+        self.at.append(math.nan if call.at is None else call.at)
+        self.client.append(self._clients.setdefault(call.client, len(self._clients)))
+        self.key.append(key)
+        self.tokens.append(usage.prompt + usage.completion)
+        self.micros.append(0 if price is None else price.cost(usage))
+        self.span_s.append(guessed_s if call.span_s is None else call.span_s)
+        self.estimated += usage.is_estimated
+        self.unpriced += price is None
+        if call.words and key not in self.words:
+            self.words[key] = call.words
+
+    @property
+    def has_times(self) -> bool:
+        return not any(map(math.isnan, self.at))
+
+    def sort(self) -> list[int]:
+        """Calls in the order in which they were made."""
+        order = list(range(len(self.at)))
+        return sorted(order, key=self.at.__getitem__) if self.has_times else order
+
+    def repeats(self, order: list[int], window_s: float, shares: bool) -> list[int]:
+        """Calls that an answer kept for so long would have served; `shares`: among all clients.
+
+        The window runs from the call that went upstream, as the proxy counts it.
+        """
+        asked_at: dict[int, float] = {}
+        repeats, has_times = [], self.has_times
+        for n in order:
+            key = self.key[n] if shares else self.client[n] << 32 | self.key[n]
+            at = self.at[n] if has_times else 0.0
+            before = asked_at.get(key)
+            if before is not None and at - before <= window_s:
+                repeats.append(n)
+            else:
+                asked_at[key] = at
+        return repeats
+
+    def peaks(self, order: list[int], without: Iterable[int] = ()) -> dict[str, int]:
+        """The most tokens that began within 60 s, and the most calls that ran at once."""
+        left_out, span = set(without), deque[int]()
+        ends: list[float] = []
+        tokens = most_tokens = most_calls = 0
+        for n in order if self.has_times else ():
+            if n in left_out:
+                continue
+            at = self.at[n]
+            span.append(n)
+            tokens += self.tokens[n]
+            while self.at[span[0]] <= at - WINDOW_S:
+                tokens -= self.tokens[span.popleft()]
+            while ends and ends[0] <= at:
+                heapq.heappop(ends)
+            heapq.heappush(ends, at + self.span_s[n])
+            most_tokens, most_calls = max(most_tokens, tokens), max(most_calls, len(ends))
+        return {"tpm": most_tokens, "concurrency": most_calls}
+
+    def report(self) -> dict[str, Any]:
+        order, windows = self.sort(), []
+        for name, window_s in WINDOWS_S.items():
+            if not self.has_times and window_s < math.inf:
+                continue
+            own, shared = (self.repeats(order, window_s, shares) for shares in (False, True))
+            windows.append({
+                "window": name, "same_client": len(own), "other_client": len(shared) - len(own),
+                "share": round(len(own) / max(1, len(order)), 4),
+                "tokens_saved": sum(self.tokens[n] for n in own),
+                "usd_saved": sum(self.micros[n] for n in own) / 1e6,
+                "tokens_saved_shared": sum(self.tokens[n] for n in shared),
+                "usd_saved_shared": sum(self.micros[n] for n in shared) / 1e6,
+            })  # fmt: skip
+        digests = list(self.keys)
+        most = Counter(self.key).most_common(10)
+        kept_s = Settings().dedup_window
+        return {
+            "calls": len(order), "different": len(self.keys), "clients": len(self._clients),
+            "lines": self.lines, "bad_lines": self.bad_lines, "first_bad": self.first_bad,
+            "has_times": self.has_times, "estimated_calls": self.estimated,
+            "unpriced_calls": self.unpriced, "tokens": sum(self.tokens), "windows": windows,
+            "most_repeated": [
+                {"hash": digests[key].hex()[:12], "calls": count, "words": self.words.get(key, "")}
+                for key, count in most if count > 1
+            ],
+            "needed": self.peaks(order),
+            "needed_with_dedup": self.peaks(order, self.repeats(order, kept_s, False)),
+        }  # fmt: skip
+
+
+def _logged_usage(doc: Mapping[str, Any], answer: Any) -> Usage | None:
+    if isinstance(answer, dict) and isinstance(answer.get("usage"), dict):
+        return _usage_from(answer["usage"])
+    if "tokens_in" in doc:
+        return Usage(_whole(cast("dict[str, Any]", doc), "tokens_in"), 0,
+                     _whole(cast("dict[str, Any]", doc), "tokens_out"),
+                     is_estimated=bool(doc.get("tokens_estimated")))  # fmt: skip
+    if isinstance(answer, str):
+        return read_usage(answer.encode("utf-8", "replace"), answer.startswith(("data:", "event:")))
+    return None
+
+
+def _first_words(body: Mapping[str, Any]) -> str:
+    messages = body.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else {}
+    text = last.get("content") if isinstance(last, dict) else None
+    text = text if isinstance(text, str) else body.get("prompt") or body.get("input") or text or ""
+    return (text if isinstance(text, str) else json.dumps(text))[:80]
+
+
+def _instant(value: Any) -> float | None:
+    """Unix seconds of a time as logs write it: seconds, milliseconds or RFC 3339."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return value / 1000 if value > 1e11 else float(value)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(value).timestamp()
+    return None
+
+
+def log_lines(path: str) -> Iterator[bytes]:
+    """Lines of a file, plain or gzip, or of stdin; of a ledger, its logged bodies as JSON.
+
+    Raises:
+        OSError, sqlite3.Error, EOFError, zlib.error: it cannot be read.
+    """
+    with contextlib.ExitStack() as stack:
+        file: Any = sys.stdin.buffer  # both kinds can peek
+        if path != "-":
+            file = stack.enter_context(Path(path).open("rb"))
+        begun = file.peek(16)
+        if begun.startswith(b"SQLite format 3"):
+            sql = "SELECT calls.*, request, answer FROM bodies JOIN calls USING (id)"
+            db = stack.enter_context(contextlib.closing(open_ledger(Path(path))))
+            for row in db.execute(sql):
+                yield json.dumps(dict(row)).encode()
+            return
+        yield from gzip.GzipFile(fileobj=file) if begun[:2] == b"\x1f\x8b" else file
+
+
+def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
+    """The report as text, for people."""
+    print(
+        f"{report['calls']} calls, {report['different']} different, {report['clients']} clients, "
+        f"{_short(report['tokens'])} tokens"
+        + (f" ({report['estimated_calls']} calls estimated)" if report["estimated_calls"] else "")
+    )
+    if report["bad_lines"]:
+        print(f"{report['bad_lines']} of {report['lines']} lines were no calls; "
+              f"first {report['first_bad']}")  # fmt: skip
+    if not report["has_times"]:
+        print("not every call has a time: only repeats over the whole log can be told")
+    print("\nrepeats that a kept answer would have served")
+    print(f"  {'window':8}{'same client':>12}{'share':>8}{'tokens':>9}{'USD':>11}"
+          f"{'other clients':>15}{'tokens':>9}{'USD':>11}  (share = all)")  # fmt: skip
+    for w in report["windows"]:
+        more = w["tokens_saved_shared"] - w["tokens_saved"]
+        print(f"  {w['window']:8}{w['same_client']:12}{w['share']:8.1%}"
+              f"{_short(w['tokens_saved']):>9}{w['usd_saved']:11.4f}{w['other_client']:15}"
+              f"{_short(more):>9}{w['usd_saved_shared'] - w['usd_saved']:11.4f}")  # fmt: skip
+    if report["unpriced_calls"]:
+        print(f"  {report['unpriced_calls']} calls have no price; see --price and --prices")
+    if report["has_times"]:
+        for name, what in (("needed", "as logged"), ("needed_with_dedup", "with 5 min of dedup")):
+            need = report[name]
+            print(f"would have needed {what}: tpm {need['tpm']}, concurrency {need['concurrency']}")
+    if report["most_repeated"]:
+        print("\nmost repeated" + ("" if shows_words else "; --show tells their first words"))
+    for row in report["most_repeated"]:
+        print(f"  {row['calls']:8} x {row['hash']}  {printable(row['words'], 60)}".rstrip())
 
 
 ###############################################################################
@@ -9124,6 +9411,33 @@ def _record(name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         pass
     raise ConfigError(f"--compare {path}: is no record of llmproxy bench")
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help=(
+        "JSONL or JSONL.gz, - for stdin: OpenAI batch input or output, lists of conversations "
+        "(WildChat), bodies with time_unix and client; or a ledger kept with log-bodies"))
+    add("--show", action="store_true", help="show the first words of what is repeated most")
+    add("--json", action="store_true", help="print JSON")
+    _add_settings(parser)
+
+
+def _cmd_replay(args: argparse.Namespace) -> int:
+    calls = CallLog(Prices(_settings_of(args)), args.show)
+    try:
+        calls.read(log_lines(args.file))
+    except (OSError, EOFError, zlib.error, sqlite3.Error) as error:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise LedgerError(f"{args.file}: cannot be read: {printable(str(why))}") from None
+    if not calls.at:
+        why = f"no call is in it; {calls.first_bad}" if calls.bad_lines else "no call is in it"
+        raise LedgerError(f"{args.file}: {why}")
+    if args.json:
+        print(json.dumps(calls.report(), indent=1))
+    else:
+        print_replay(calls.report(), args.show)
+    return 0
 
 
 def _cmd_check(args: argparse.Namespace) -> int:
@@ -9470,6 +9784,7 @@ COMMANDS: dict[str, tuple[str, Any, Any]] = {
     "mock": ("a stand-in provider with fault modes", _add_mock, _cmd_mock),
     "demo": ("see it work: a scripted load on an embedded provider", None, _cmd_demo),
     "bench": ("measure a proxy and its upstream side by side", _add_bench, _cmd_bench),
+    "replay": ("what dedup would have saved, from logs of calls", _add_replay, _cmd_replay),
     "check": ("validate the config file and say what it means", _add_settings, _cmd_check),
     "top": ("the live table of a daemon that runs elsewhere", _add_top, _cmd_top),
     "get": ("settings of a running daemon", _add_get, _cmd_get),
