@@ -531,6 +531,8 @@ class Settings:
     live: str = setting("auto", one_of("auto", "on", "off"), "", live=False, text=
         "the live table; auto: on a terminal")
     log: str = setting("text", one_of("text", "json", "off"), "", "one line a call on stderr")
+    pid_file: str | None = setting(None, parse_text, "path", also=NONE, live=False, text=
+        "holds the process's number while it runs")
     allow_open: str = setting("off", one_of("on", "off"), "", live=False, text=
         "on: listen on other hosts than loopback though the file has no clients")
     admin_key: str | None = setting(None, str, "secret", also=NONE, live=False, text=
@@ -7467,14 +7469,23 @@ class StderrLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(_OneLine("llmproxy: %(message)s"))
+        self.setFormatter(_OneLine("%(message)s"))
+        self.is_json = False
+        self.is_journal = _is_journal()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._dropped = 0
         self._is_writing = False
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.put(self.format(record))
+        text = self.format(record)
+        if self.is_json:
+            doc = {"time_unix": record.created, "level": record.levelname.lower(), "message": text}
+            self.put(json.dumps(doc))
+        elif self.is_journal:  # sd-daemon(3): the journal takes the level from here
+            self.put(f"<{4 if record.levelno < logging.ERROR else 3}>{text}")
+        else:
+            self.put(f"llmproxy: {text}")
 
     def put(self, line: str) -> None:
         if self._thread is None:
@@ -7503,7 +7514,56 @@ class StderrLog(logging.Handler):
             self._is_writing = False
 
 
+def _is_journal() -> bool:
+    """Whether stderr goes to systemd's journal, which has times and levels of its own."""
+    with contextlib.suppress(OSError):
+        found = os.fstat(2)
+        return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    return False
+
+
 stderr_log = StderrLog()
+
+
+def notify(*lines: str) -> None:
+    """Tell a service manager (sd_notify(3)); nothing where there is none."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.connect("\0" + address[1:] if address.startswith("@") else address)
+            sender.sendall("\n".join(lines).encode())
+    except (OSError, ValueError, AttributeError) as error:
+        log.warning("NOTIFY_SOCKET cannot be told: %s", printable(str(error)))
+
+
+async def keep_notifying() -> None:
+    """Where systemd watches us (WatchdogSec), say twice in its time that we live."""
+    every_s = int(os.environ.get("WATCHDOG_USEC") or 0) / 2e6
+    while every_s > 0:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(every_s)
+
+
+@contextlib.contextmanager
+def pid_file(path: str | None) -> Iterator[None]:
+    """A file with our number while the body runs.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    file = Path(path).expanduser()
+    replace_file(file, f"{os.getpid()}\n")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if file.read_text().strip() == str(os.getpid()):  # else another took it over
+                file.unlink()
 
 
 class _Connection(web.RequestHandler):
@@ -7624,6 +7684,7 @@ async def run(settings: Settings, console: Console | None) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    stderr_log.is_json = settings.log == "json"
     async with Daemon(settings) as daemon:
         gateway = daemon.gateway
         if hasattr(signal, "SIGHUP"):
@@ -7634,26 +7695,43 @@ async def run(settings: Settings, console: Console | None) -> int:
         if not is_loopback(settings.host) and not settings.clients:
             log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
         quits = functools.partial(signals.put_nowait, signal.SIGINT)
-        async with showing(gateway, daemon.url, console, quits):
-            await signals.get()
-            log.warning("draining: calls in flight finish, new ones get 503; again to end now")
-            draining = asyncio.ensure_future(gateway.drain())
-            second = asyncio.ensure_future(signals.get())
-            await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
-            is_second = second.done()
-            for task in (draining, second):
-                task.cancel()
-            if is_second or not draining.result():
-                log.warning("ended with calls in flight")
+        with pid_file(settings.pid_file):
+            notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {daemon.url}")
+            living = asyncio.create_task(keep_notifying())
+            is_second = await _serve(daemon, console, signals, quits)
+            living.cancel()
         return 1 if is_second else 0
+
+
+async def _serve(
+    daemon: Daemon, console: Console | None, signals: asyncio.Queue[int],
+    quits: Callable[[], None],
+) -> bool:  # fmt: skip
+    """Until a signal comes, then drain; True where a second one did not want to wait for that."""
+    gateway = daemon.gateway
+    async with showing(gateway, daemon.url, console, quits):
+        await signals.get()
+        notify("STOPPING=1")
+        log.warning("draining: calls in flight finish, new ones get 503; again to end now")
+        draining = asyncio.ensure_future(gateway.drain())
+        second = asyncio.ensure_future(signals.get())
+        await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
+        is_second = second.done()
+        for task in (draining, second):
+            task.cancel()
+        if is_second or not draining.result():
+            log.warning("ended with calls in flight")
+    return is_second
 
 
 def reload(control: Control) -> None:
     """On SIGHUP. A bad file changes nothing."""
+    notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
     try:
         log.warning("reload: %s", control.reload())
     except ConfigError as error:
         log.error("reload: nothing was changed: %s", error)
+    notify("READY=1")
 
 
 @contextlib.asynccontextmanager
@@ -7675,8 +7753,11 @@ async def showing(
 
 
 def log_call(settings: Settings, call: Call) -> None:
+    stderr_log.is_json = settings.log == "json"
     if settings.log != "off":
-        stderr_log.put(log_line(settings.log, call))
+        line = log_line(settings.log, call)
+        is_text = stderr_log.is_journal and settings.log == "text"
+        stderr_log.put(f"<6>{line[9:]}" if is_text else line)  # the journal has its own clock
 
 
 def log_line(kind: str, call: Call) -> str:
@@ -8696,7 +8777,7 @@ SCENARIOS = {
     "herd": "200 identical calls at once",
     "distinct": "20 different calls at once",
     "overhead": "200 calls in turn, then 16 at a time for 2 s",
-    "gate": "100 different calls at once where 60 a minute are allowed (set --rpm 60 to fit)",
+    "gate": "100 different calls at once, 60 a minute allowed (--rpm 60, --queue-timeout 90)",
     "outage": "a call every 0.25 s: 15 s well, 60 s of 503, 15 s well",
     "hang": "the same, silent instead of 503",
 }
@@ -9358,7 +9439,7 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
         bench = Bench(session, proxy, upstream)
         bench.speed, bench.model = speed, args.model
         if args.url is None and settings.rpm is None:
-            bench.set_rpm = lambda rpm: control.change({"rpm": rpm})
+            bench.set_rpm = lambda rpm: control.change({"rpm": rpm, "queue-timeout": 90})
         bench.has_mock = await MockControl(session, upstream).is_there()
         if key := os.environ.get(args.key_env):
             bench.headers = {"Authorization": f"Bearer {key}"}
@@ -9779,6 +9860,105 @@ def _change_keys(args: argparse.Namespace, path: Path) -> int:
     return 0
 
 
+# Each asks the command itself, so that they know the flags of the version that is installed.
+COMPLETIONS = {
+    "bash": """_llmproxy() {
+  local words; words=$(llmproxy completion words -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
+  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _llmproxy llmproxy
+""",
+    "zsh": """#compdef llmproxy
+_llmproxy() {
+  local -a found
+  found=(${(f)"$(llmproxy completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+  compadd -a found; _files
+}
+compdef _llmproxy llmproxy
+""",
+    "fish": "complete -c llmproxy -a '(llmproxy completion words -- "
+    "(commandline -opc)[2..] (commandline -ct))'\n",
+}
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=tuple(COMPLETIONS), help="whose script to print")
+
+
+def _cmd_completion(args: argparse.Namespace) -> int:
+    print(COMPLETIONS[args.shell], end="")
+    return 0
+
+
+def completions(words: list[str]) -> list[str]:
+    """What may stand where the last of these words does."""
+    begun = words[-1] if words else ""
+    known = [*COMMANDS, "--version", "--help"] if len(words) < 2 else []
+    command = words[0] if words and words[0] in COMMANDS else "serve"
+    parser, add = _Parser(prog=command), COMMANDS[command][1]
+    if add is not None:
+        add(parser)
+    for action in parser._actions:
+        values = [str(choice) for choice in action.choices or ()]
+        if isinstance(action.metavar, str) and "|" in action.metavar:
+            values = action.metavar.split("|")
+        if len(words) > 1 and words[-2] in action.option_strings and values:
+            return [value for value in values if value.startswith(begun)]
+        known += [flag for flag in action.option_strings if flag.startswith("--")] or values
+    if command in ("get", "set"):
+        live = [n for n, item in SETTINGS.items() if item.metadata["live"] or command == "get"]
+        known += [flag_name(name) + "=" * (command == "set") for name in live]
+    return [word for word in known if word.startswith(begun)]
+
+
+# What stands at the end of each --help.
+NOTES = {
+    "serve": """examples:
+  llmproxy                                     in front of llama.cpp on port 8080
+  llmproxy --concurrency auto --abandon cancel the same, as many calls inside as it has slots
+  llmproxy --upstream https://api.openai.com --rpm 500 --tpm 90000
+  llmproxy --upstream mock:                    to try things on; nothing is called
+
+signals: INT and TERM drain (calls in flight finish, new ones get 503), a second one ends at once;
+HUP reads the file again. Keys of the live table: ? shows them.
+
+files: $XDG_CONFIG_HOME/llmproxy/config.toml, $XDG_STATE_HOME/llmproxy/llmproxy.db
+environment: LLMPROXY_ and a setting's name in capitals; NO_COLOR; NOTIFY_SOCKET (systemd)
+exit: 0 fine, 1 could not do it, 2 usage or config error""",
+    "mock": """examples:
+  llmproxy mock --port 9001 --latency 1.5
+  curl localhost:9001/_mock                    calls so far
+  curl localhost:9001/_mock -d '{"mode": "503"}'
+
+modes: """ + ", ".join(MODES) + "; also latency, rpm, tpm, health (a mode of its own), reset",
+    "top": "examples:\n  llmproxy top\n  llmproxy top http://server:4000 --admin-key SECRET",
+    "get": "examples:\n  llmproxy get\n  llmproxy get timeout",
+    "set": """examples:
+  llmproxy set timeout=20 concurrency=8
+  llmproxy set rpm=none --save
+  llmproxy set 'price=gpt-*=2.5/10' 'price=llama*=0/0'""",
+    "bench": """examples:
+  llmproxy bench --speed 10                    a proxy of its own on a mock, all scenarios
+  llmproxy bench --concurrency 32 --only distinct --save
+  llmproxy bench localhost:4000 --only herd    a running proxy and its upstream
+  llmproxy bench --compare 2026-11-29 2026-11-30
+
+reached: calls that the provider got. herd, distinct and overhead run on any upstream; what is not
+on this machine is asked about first.""",
+    "replay": """examples:
+  llmproxy replay batch.jsonl --prices model_prices_and_context_window.json
+  zcat log.jsonl.gz | llmproxy replay - --show
+  llmproxy replay ~/.local/state/llmproxy/llmproxy.db    kept with log-bodies = on""",
+    "calls": "examples:\n  llmproxy calls --status '5*' --since 2h\n  llmproxy calls --csv",
+    "spend": "examples:\n  llmproxy spend --by client --since 7d",
+    "key": "examples:\n  llmproxy key new alice\n  llmproxy key list\n  llmproxy key revoke alice",
+    "completion": """examples:
+  llmproxy completion bash > ~/.local/share/bash-completion/completions/llmproxy
+  llmproxy completion zsh > "${fpath[1]}/_llmproxy"
+  llmproxy completion fish > ~/.config/fish/completions/llmproxy.fish""",
+}
+
+
 COMMANDS: dict[str, tuple[str, Any, Any]] = {
     "serve": ("the daemon (what runs without a command)", _add_settings, _cmd_serve),
     "mock": ("a stand-in provider with fault modes", _add_mock, _cmd_mock),
@@ -9793,6 +9973,7 @@ COMMANDS: dict[str, tuple[str, Any, Any]] = {
     "trace": ("one call's whole life, from the ledger", _add_trace, _cmd_trace),
     "spend": ("money and tokens, from the ledger", _add_spend, _cmd_spend),
     "key": ("client keys: new NAME prints one once, list, revoke NAME", _add_key, _cmd_key),
+    "completion": ("a shell's completion of this command", _add_completion, _cmd_completion),
 }
 
 
@@ -9824,17 +10005,24 @@ def main(argv: list[str] | None = None) -> int:
     if not words_ or (words_[0] not in COMMANDS and words_[0] not in ("-h", "--help", "--version")):
         words_ = ["serve", *words_]
     parser = _Parser(
-        prog="llmproxy", description="A local proxy for LLM calls. Without a command: serve."
+        prog="llmproxy", description="A local proxy for LLM calls. Without a command: serve.",
+        epilog="llmproxy COMMAND --help tells more; without a command, llmproxy serve --help.",
     )
     parser.add_argument("--version", action="version", version=f"llmproxy {__version__}")
     commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
     for name, (text, add, command) in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text)
+        sub = commands.add_parser(
+            name, help=text, description=text, epilog=NOTES.get(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
         sub.set_defaults(run=command, parser=sub)
         if add is not None:
             add(sub)
     logging.basicConfig(handlers=[stderr_log], level=logging.WARNING)
     try:
+        if words_[:2] == ["completion", "words"]:  # what is being typed need not be right
+            print("\n".join(completions(words_[3:])))
+            return 0
         args, rest = parser.parse_known_args(words_)
         if rest and getattr(args, "name", "") is None and not rest[0].startswith("-"):
             args.name = rest.pop(0)  # key new --config F NAME
