@@ -2470,6 +2470,10 @@ class Flights:
         while self.kept_bytes > limit_bytes:
             self.drop(next(iter(self.kept)))
 
+    def clear(self) -> None:
+        for key in list(self.kept):
+            self.drop(key)
+
     def drop_upstream(self, name: str) -> None:
         """It runs another model now."""
         for key in [key for key, kept in self.kept.items() if kept.upstream == name]:
@@ -3022,6 +3026,10 @@ def _is_extra(event: bytes) -> bool:
     return False
 
 
+# What reading a document raises that is not as it should be.
+ODD_JSON = (ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
+
+
 class Part:
     """What the deltas of one choice, one native result or one content block add up to."""
 
@@ -3063,6 +3071,7 @@ class Assembly:
     def __init__(self) -> None:
         self._rest = b""
         self._error: tuple[int, bytes] | None = None
+        self._form = ""
         self._base: dict[str, Any] = {}
         self._parts: dict[int, Part] = {}
         self._counts: dict[int, dict[str, Any]] = {}  # usage and timings, by choice
@@ -3072,7 +3081,7 @@ class Assembly:
         *events, self._rest = EVENT_END.split(self._rest + data)
         for event in events:
             if b"{" in event:
-                with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
+                with contextlib.suppress(*ODD_JSON):
                     self._take(event)
 
     def _take(self, event: bytes) -> None:
@@ -3085,6 +3094,7 @@ class Assembly:
         elif "type" in doc:
             self._take_typed(doc)
         elif "content" in doc:
+            self._form = "native"
             part = self._part(doc.get("index", 0))
             part.add({"content": doc["content"]})
             if doc.get("stop"):
@@ -3097,6 +3107,7 @@ class Assembly:
         choices = doc.pop("choices")
         for choice in choices:
             part = self._part(choice["index"])
+            self._form = "chat" if "delta" in choice else "text"
             part.add(choice["delta"] if "delta" in choice else {"text": choice.get("text", "")})
             if choice.get("finish_reason"):
                 self._ended = choice["index"]
@@ -3110,7 +3121,7 @@ class Assembly:
     def _take_typed(self, doc: dict[str, Any]) -> None:
         kind, index = doc["type"], doc.get("index", 0)
         if kind == "message_start":
-            self._base = doc["message"]
+            self._form, self._base = "message", doc["message"]
         elif kind == "content_block_start":
             self._part(index, doc["content_block"])
         elif kind == "content_block_delta":
@@ -3130,17 +3141,17 @@ class Assembly:
             return self._error
         ordered = [part for _, part in sorted(self._parts.items())]
         doc: Any = self._base
-        if "object" in doc and doc["object"] != "response":
+        if self._form in ("chat", "text"):
             doc = self._choices(doc)
-        elif doc.get("type") == "message":
+        elif self._form == "message":
             doc = {**doc, "content": [*map(self._block, ordered)]}
-        elif not doc:
+        elif self._form == "native":
             natives = [self._native(part) for part in ordered]
             doc = natives[0] if len(natives) == 1 else natives
         return 200, json.dumps(doc, ensure_ascii=False, separators=(",", ":")).encode()
 
     def _choices(self, base: dict[str, Any]) -> dict[str, Any]:
-        is_chat = base["object"] == "chat.completion.chunk"
+        is_chat = self._form == "chat"
         counts = self._counts[min(self._counts)] if self._counts else {}
         own = {name: value for name, value in base.items() if name not in ("id", "object")}
         return {
@@ -3148,7 +3159,7 @@ class Assembly:
                 (self._chat_choice if is_chat else self._text_choice)(index, part)
                 for index, part in sorted(self._parts.items())
             ],
-            **own, "object": "chat.completion" if is_chat else base["object"],
+            **own, "object": "chat.completion" if is_chat else "text_completion",
             **{name: counts[name] for name in ("usage",) if name in counts}, "id": base.get("id"),
             **{name: counts[name] for name in ("timings",) if name in counts},
         }  # fmt: skip
@@ -6956,7 +6967,7 @@ class Control:
             return "paused: new calls wait in the queue" if self.is_paused else "going on"
         if action == "clear":
             count = len(gateway.flights.kept)
-            gateway.flights.shrink(-1)
+            gateway.flights.clear()
             return f"forgot {count} kept answers"
         if action == "close":
             circuits = [c for c in gateway.sender.circuits.values() if c.state is not State.CLOSED]
@@ -7532,6 +7543,7 @@ def notify(*lines: str) -> None:
         return
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)  # whoever does not listen holds up no call
             sender.connect("\0" + address[1:] if address.startswith("@") else address)
             sender.sendall("\n".join(lines).encode())
     except (OSError, ValueError, AttributeError) as error:
@@ -8328,8 +8340,10 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
         import tty
 
         fd = sys.stdin.fileno()
-        is_ours = os.tcgetpgrp(fd) == os.getpgrp()  # in the background reading would stop us
-        before = termios.tcgetattr(fd) if is_ours else None
+        before: list[Any] | None = termios.tcgetattr(fd)
+        with contextlib.suppress(OSError):  # it does not control us
+            if os.tcgetpgrp(fd) != os.getpgrp():  # in the background reading would stop us
+                before = None
     except (ImportError, OSError, ValueError, termios.error):
         before = None
     if before is None:
@@ -9032,9 +9046,6 @@ def _print_scenes(scenes: list[Scene]) -> None:
 WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0, "24 h": 86400.0, "all": math.inf}
 
 
-NO_CALL = (ValueError, TypeError, AttributeError, RecursionError, OverflowError)
-
-
 @dataclass(slots=True)
 class Logged:
     """One call of a log; `digest` of what was asked, `span_s` how long it took."""
@@ -9073,7 +9084,7 @@ class CallLog:
                 self.lines += 1
                 try:
                     self.add(json.loads(line))
-                except NO_CALL as error:
+                except ODD_JSON as error:
                     self.bad_lines += 1
                     why = printable(str(error)) or "nested too deeply"
                     self.first_bad = self.first_bad or f"line {number}: {why}"
@@ -9930,7 +9941,9 @@ exit: 0 fine, 1 could not do it, 2 usage or config error""",
   curl localhost:9001/_mock                    calls so far
   curl localhost:9001/_mock -d '{"mode": "503"}'
 
-modes: """ + ", ".join(MODES) + "; also latency, rpm, tpm, health (a mode of its own), reset",
+modes: """
+    + ", ".join(MODES)
+    + "\nalso: latency, rpm, tpm, health (a mode of its own), reset",
     "top": "examples:\n  llmproxy top\n  llmproxy top http://server:4000 --admin-key SECRET",
     "get": "examples:\n  llmproxy get\n  llmproxy get timeout",
     "set": """examples:

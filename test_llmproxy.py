@@ -34,6 +34,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -212,6 +213,8 @@ class Upstream:
         self.answer = answer
         self.asked: list[Exchange] = []
         self.health = 200
+        self.facts: dict[str, tuple[int, Any]] = {}  # of /props, /slots, /metrics
+        self.is_mute = False  # nothing is answered, not even these
         self.base = ""
 
     @property
@@ -223,9 +226,13 @@ class Upstream:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n"))[:-4]
                 exchange = Exchange(head, await self._body(head, reader), writer)
-                if exchange.target in ("/health", "/props"):
-                    status = self.health if exchange.target == "/health" else 404
-                    await exchange.plain(b"{}", f"{status} X")
+                if self.is_mute:
+                    await reader.read()
+                if exchange.target in ("/health", "/props", "/slots", "/metrics"):
+                    status, fact = self.facts.get(exchange.target, (404, {}))
+                    status = self.health if exchange.target == "/health" else status
+                    text = fact if isinstance(fact, str) else json.dumps(fact)
+                    await exchange.plain(text.encode(), f"{status} X")
                     continue
                 self.asked.append(exchange)
                 watch = asyncio.create_task(self._watch(reader, exchange))
@@ -276,6 +283,23 @@ async def upstream(
         server.close()
         for exchange in up.asked:
             exchange.writer.transport.abort()
+
+
+PROPS = {
+    "total_slots": 2, "default_generation_settings": {"n_ctx": 1024}, "model_path": "/x/a.gguf"
+}  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def stand_in(
+    answer: Callable[[Exchange], Awaitable[None]] = reply_plain, **settings: Any
+) -> AsyncIterator[tuple[Upstream, Caller]]:
+    """What looks like a llama.cpp, and a proxy in front of it that knows."""
+    async with upstream(answer) as up:
+        up.facts = {"/props": (200, PROPS), "/slots": (200, [{"is_processing": False}] * 2)}
+        async with proxy(up.base, **settings) as caller:
+            await until(lambda: caller.upstream.is_llama)
+            yield up, caller
 
 
 class Caller:
@@ -516,6 +540,58 @@ def test_values(name: str, good: str, value: Any, bad: str) -> None:
 def test_admin_key_is_never_shown() -> None:
     settings = Settings(admin_key="hunter2")
     assert "hunter2" not in json.dumps(settings.shown())
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "wanted"),
+    [
+        ("", {"timeout": 20}, "timeout = 20\n"),
+        ("# mine\ntimeout = 30 # s\n", {"timeout": 20}, "# mine\ntimeout = 20 # s\n"),
+        ("queue-size = 5\nrpm = 9\n", {"queue_size": 7, "rpm": None}, "queue-size = 7\n"),
+        ("rpm = 9\n\n[model.m]\nretry = 'never'\n", {"tpm": 5},
+         "rpm = 9\ntpm = 5\n\n[model.m]\nretry = 'never'\n"),
+        ("[client.a]\nrpm = 1\n", {"rpm": 2}, "rpm = 2\n[client.a]\nrpm = 1\n"),
+        ("no_newline = 1", {"rpm": 2}, "no_newline = 1\nrpm = 2\n"),
+        ("price = [\n  'a=1/2',\n]\n", {"price": ["b=1/2"]}, None),
+        ('name = """\nrpm = 5\n"""\n', {"rpm": 2}, None),
+        ("a = { rpm = 1 }\n", {"rpm": 2}, "a = { rpm = 1 }\nrpm = 2\n"),
+    ],
+)  # fmt: skip
+def test_settings_are_written_into_a_file_that_stays_as_it_is(
+    text: str, values: dict[str, Any], wanted: str | None
+) -> None:
+    made = llmproxy.with_settings(text, values)
+    if wanted is not None:
+        assert made == wanted
+    before, after = tomllib.loads(text), tomllib.loads(made)
+    for name, value in values.items():
+        assert after.get(name, after.get(name.replace("_", "-"))) == value
+    rest = set(values) | {name.replace("_", "-") for name in values}
+    assert {k: v for k, v in before.items() if k not in rest} == {
+        k: v for k, v in after.items() if k not in rest
+    }
+
+
+def test_settings_change_all_together_or_not_at_all() -> None:
+    settings = Settings()
+    made = settings.changed({"timeout": "20", "rpm": 5, "allow-host": ["a", "b"]}, "set")
+    assert (made.timeout, made.rpm, made.allow_host) == (20.0, 5, ["a", "b"])
+    assert made.given["timeout"] == "set" and settings == Settings()
+    bad: dict[str, Any]
+    for bad in ({"timeout": "x"}, {"port": 1}, {"tiemout": 1}, {"rpm": [1, 2]}, {"rpm": {}}):
+        with pytest.raises(llmproxy.ConfigError, match="set: "):
+            settings.changed({"retries": 9, **bad}, "set")
+        assert settings == Settings()
+
+
+def test_settings_as_the_file_holds_them() -> None:
+    def written(name: str, value: Any) -> Any:
+        return llmproxy.writable(name, value)
+
+    assert written("timeout", 30.0) is None and written("timeout", 20.0) == 20
+    assert written("timeout", "auto") == "auto" and written("keepalive", 2.5) == 2.5
+    assert written("rpm", None) is None and written("price", []) is None
+    assert written("cache_bytes", 5) == 5 and written("dedup", "off") == "off"
 
 
 ###############################################################################
@@ -1340,6 +1416,169 @@ def test_memo_is_bounded_and_spares_what_may_not_go() -> None:
     assert memo[0] is first and len(memo.values()) == 3
 
 
+def load(level: Callable[[], int], speed: Callable[[int], float], calls: int) -> Iterator[float]:
+    """Works that end, one after the other, at a server shared by `level` calls; yields when."""
+    rng, now, running, begun = random.Random(3), 0.0, list[float](), 0
+    for _ in range(calls):
+        while len(running) < level() and begun < calls:
+            running.append(rng.uniform(0.5, 1.5))
+            begun += 1
+        pace = speed(len(running)) / len(running)
+        least = min(running)
+        now += least / pace
+        running = [work - least for work in running]
+        running.remove(0.0)
+        yield now
+
+
+@pytest.mark.parametrize(
+    ("speed", "best"),
+    [
+        (lambda n: {1: 1.0, 2: 1.5, 3: 1.8}.get(n, 2.0), (3, 5)),  # llama.cpp with 4 slots
+        (lambda n: min(n, 6) * (1.0 if n <= 6 else max(0.2, 1 - 0.12 * (n - 6))), (6, 6)),
+        (lambda n: 1.0 if n == 1 else 0.8, (1, 1)),
+        (lambda n: float(min(n, 32)), (26, 48)),
+    ],
+)
+def test_adaptive_finds_the_best_level(
+    speed: Callable[[int], float], best: tuple[int, int]
+) -> None:
+    clock, calls = FakeClock(), 2000
+    gauge = llmproxy.Adaptive(4, clock)
+    ends = []
+    for now in load(lambda: gauge.level, speed, calls):
+        clock.now = now
+        gauge.done(100.0, is_full=True)
+        ends.append(now)
+    assert best[0] <= gauge._best <= best[1]
+    fixed = max(calls / max(load(lambda: n, speed, calls)) for n in range(1, 17))  # noqa: B023
+    assert calls / 2 / (ends[-1] - ends[calls // 2]) > 0.9 * fixed
+
+
+def test_adaptive_learns_nothing_while_nobody_waits_and_gives_way_to_429() -> None:
+    clock = FakeClock()
+    gauge = llmproxy.Adaptive(8, clock)
+    for _ in range(200):
+        clock.now += 0.1
+        assert gauge.done(100.0, is_full=False) == 8
+    for _ in range(9):
+        clock.now += 0.1
+        gauge.done(100.0, is_full=True)
+    assert gauge.overloaded() == 6 and gauge.overloaded() == 6  # once for all of a burst
+    for _ in range(8):
+        gauge.done(1.0, is_full=True)
+    assert gauge.overloaded() == 4
+
+
+def test_pulse_tells_slow_from_hung() -> None:
+    clock = FakeClock()
+    pulse = llmproxy.Pulse(clock)
+    heard_at = clock.now
+
+    def is_over(limit_s: float = 30) -> bool:
+        return pulse.is_over(heard_at, limit_s, clock.now)
+
+    clock.now += 29
+    assert not is_over()
+    clock.now += 2
+    assert is_over()  # it has not been looked at: the limit alone decides
+    pulse.asked_at = clock.now
+    pulse.saw(True, "some count")
+    assert not is_over()  # busy
+    clock.now += 4.9
+    pulse.asked_at = clock.now
+    assert not is_over()
+    clock.now += 0.2
+    assert is_over()  # asked, and no answer for 5 s, though 30 are allowed
+    assert not pulse.is_over(clock.now - 1, 30, clock.now)  # somebody else hears from it
+    for _ in range(130):
+        clock.now += 5
+        pulse.asked_at = clock.now
+        pulse.saw(True, "some count")
+    assert is_over()  # ten minutes at one and the same count
+    pulse.saw(True, "another count")
+    assert not is_over()
+    pulse.saw(False, None)
+    assert is_over()  # it has nothing to do: this call is lost
+    assert not is_over(10_000)
+
+
+@aio
+async def test_gate_gives_a_call_for_several_answers_as_many_slots() -> None:
+    gate = Gate(2, 100)
+    one = gate.enter_now(Demand())
+    assert one is not None and gate.enter_now(Demand(places=2)) is None
+    both = asyncio.create_task(gate.enter(Demand(places=2)))
+    await settle()
+    last = asyncio.create_task(gate.enter(Demand()))
+    one.leave()
+    permit = await both
+    assert (gate.taken, gate.running) == (2, 1) and not last.done()
+    permit.leave()
+    (await last).leave()
+    many = gate.enter_now(Demand(places=9))  # clamped: it runs alone
+    assert many is not None and gate.taken == 2
+    many.leave()
+    assert (gate.taken, gate.running) == (0, 0)
+
+
+@aio
+async def test_gate_pauses_and_goes_on() -> None:
+    gate = Gate(4, 100)
+    gate.pause(True)
+    assert gate.enter_now(Demand()) is None
+    waiting = [asyncio.create_task(gate.enter(Demand())) for _ in range(3)]
+    await settle()
+    assert gate.queued == 3
+    gate.pause(False)
+    for permit in await asyncio.gather(*waiting):
+        permit.leave()
+    assert gate.running == 0
+
+
+@aio
+async def test_gate_takes_other_limits_while_calls_wait() -> None:
+    clock = FakeClock()
+    gate = Gate(9, 100, clock)
+    gate.limit(1, None)
+    first = gate.enter_now(Demand())
+    second = asyncio.create_task(gate.enter(Demand()))
+    await settle()
+    assert first is not None and gate.queued == 1
+    gate.limit(2, 500)
+    permit = await second
+    assert gate.rpm is not None and gate.rpm.used == 2  # what was counted stays
+    gate.limit(None, None)
+    assert gate.rpm is None
+    third = gate.enter_now(Demand())
+    assert third is not None
+    for held in (first, permit, third):
+        held.leave()
+
+
+def test_circuit_is_closed_by_hand() -> None:
+    circuit = Circuit(("u", "m", CHAT), Settings(breaker_failures=1), FakeClock())
+    circuit.admit().failed()
+    with pytest.raises(ProxyError):
+        circuit.admit()
+    circuit.close()
+    assert circuit.state is State.CLOSED and circuit.admit().is_trial is False
+
+
+def test_speeds_come_from_the_timings_of_the_last_calls() -> None:
+    speeds = llmproxy.Speeds()
+    assert set(speeds.shown().values()) == {None}
+    body = b'{"content":"\\"timings\\":{}","timings":{"cache_n":30,"prompt_n":10,"prompt_ms":100.0,'
+    body += b'"predicted_n":20,"predicted_ms":400.0,"x":null}}'
+    speeds.add(llmproxy.read_timings(body))
+    assert speeds.shown() == {
+        "prompt_tokens_per_s": 100.0, "output_tokens_per_s": 50.0, "cache_hit_share": 0.75
+    }  # fmt: skip
+    for odd in (b"", b'"timings"', b'"timings":[1]', b'"timings":"x"'):
+        speeds.add(llmproxy.read_timings(odd))
+    assert len(speeds._calls) == 1
+
+
 ###############################################################################
 # Wire
 ###############################################################################
@@ -1579,6 +1818,158 @@ def test_hosts_and_origins() -> None:
 def test_log_text_holds_no_control_characters() -> None:
     assert llmproxy.printable("a\x1b[2J\nb\u202e") == "a?[2J?b?"
     assert len(llmproxy.printable("x" * 500)) == 80
+
+
+def assembled(*docs: Any) -> Any:
+    """The plain answer of a stream that comes byte by byte."""
+    data = b"".join(
+        d if isinstance(d, bytes) else b"data: " + json.dumps(d).encode() + b"\n\n" for d in docs
+    )
+    whole, slow = llmproxy.Assembly(), llmproxy.Assembly()
+    whole.feed(data)
+    for n in range(len(data)):
+        slow.feed(data[n : n + 1])
+    assert whole.plain() == slow.plain()
+    status, body = whole.plain()
+    return json.loads(body) if status == 200 else (status, json.loads(body))
+
+
+def delta(index: int = 0, finish: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {
+        "choices": [{"finish_reason": finish, "index": index, "delta": fields}],
+        "created": 1, "id": "x", "model": "m", "object": "chat.completion.chunk",
+    }  # fmt: skip
+
+
+def test_chat_chunks_become_a_plain_answer() -> None:
+    base = {"created": 1, "id": "x", "model": "m", "object": "chat.completion.chunk"}
+    answer = assembled(
+        delta(1, role="assistant", content=None), delta(1, reasoning_content="hm "),
+        delta(1, content="世"), delta(1, content="界"), delta(1, "length"),
+        {**base, "choices": [], "usage": {"completion_tokens": 1}, "timings": {"x": 1}},
+        delta(0, role="assistant", content=None), delta(0, content="hi"),
+        delta(0, tool_calls=[{"index": 0, "id": "t", "type": "function",
+                              "function": {"name": "f", "arguments": "{"}}]),
+        delta(0, tool_calls=[{"index": 0, "function": {"arguments": "}"}}]), delta(0, "stop"),
+        {**base, "choices": [], "usage": {"completion_tokens": 2}}, DONE,
+    )  # fmt: skip
+    assert answer == {
+        "choices": [
+            {"finish_reason": "stop", "index": 0, "message": {
+                "role": "assistant", "content": "hi", "tool_calls": [
+                    {"type": "function", "function": {"name": "f", "arguments": "{}"}, "id": "t"}]}},
+            {"finish_reason": "length", "index": 1, "message": {
+                "role": "assistant", "content": "世界", "reasoning_content": "hm "}},
+        ],
+        "created": 1, "model": "m", "object": "chat.completion",
+        "usage": {"completion_tokens": 2}, "id": "x",
+    }  # fmt: skip
+
+
+def test_other_streams_become_plain_answers() -> None:
+    text = {"id": "x", "object": "text_completion", "model": "m"}
+    choice = {"index": 0, "logprobs": None}
+    assert assembled(
+        {**text, "choices": [{**choice, "text": "a", "finish_reason": None}]},
+        {**text, "choices": [{**choice, "text": "", "finish_reason": "stop"}], "usage": {"n": 1}},
+        DONE,
+    ) == {
+        "choices": [{"text": "a", "index": 0, "logprobs": None, "finish_reason": "stop"}],
+        "model": "m", "object": "text_completion", "usage": {"n": 1}, "id": "x",
+    }  # fmt: skip
+    end = {"content": "", "stop": True, "generation_settings": {"stream": True}, "tokens": []}
+    native = [{"index": n, "content": "ab"[n], "tokens": [1], "stop": False} for n in (1, 0)]
+    ends = [{**end, "index": n} for n in (0, 1)]
+    one = assembled({**native[1], "index": 0}, ends[0])
+    assert (one["content"], one["tokens"], one["generation_settings"]) == (
+        "b",
+        [],
+        {"stream": False},
+    ) or (one["content"] == "a")
+    assert [d["content"] for d in assembled(b"data: null\n\n", *native, *ends)] == ["a", "b"]
+    done = {"type": "response.completed", "response": {
+        "object": "response", "created_at": 5, "output": [{"type": "reasoning"}]}}  # fmt: skip
+    assert assembled({"type": "response.created", "response": {"object": "response"}}, done) == {
+        "completed_at": 5, "object": "response", "created_at": 5,
+        "output": [{"type": "reasoning", "status": "completed"}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("partial", "given"), [('{"a": 1}', {"a": 1}), ('{"a', {}), ("", {})])
+def test_anthropic_events_become_a_message(partial: str, given: Any) -> None:
+    def event(kind: str, **fields: Any) -> bytes:
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+    begun: dict[str, Any] = {"id": "x", "type": "message", "content": [], "stop_reason": None,
+             "usage": {"input_tokens": 3, "output_tokens": 0}}  # fmt: skip
+    answer = assembled(
+        event("message_start", message=begun),
+        event("content_block_start", index=0, content_block={"type": "thinking", "thinking": ""}),
+        event("content_block_delta", index=0, delta={"type": "thinking_delta", "thinking": "hm"}),
+        event("content_block_delta", index=0, delta={"type": "signature_delta", "signature": ""}),
+        event("content_block_start", index=1, content_block={"type": "tool_use", "name": "f"}),
+        event(
+            "content_block_delta",
+            index=1,
+            delta={"type": "input_json_delta", "partial_json": partial},
+        ),
+        event("message_delta", delta={"stop_reason": "tool_use"}, usage={"output_tokens": 9}),
+        event("message_stop"),
+    )
+    assert answer["content"] == [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "tool_use", "name": "f", "input": given},
+    ]
+    assert answer["usage"] == {"input_tokens": 3, "output_tokens": 9}
+    assert answer["stop_reason"] == "tool_use"
+
+
+def test_a_stream_that_ends_in_an_error_is_that_error() -> None:
+    error = {"error": {"code": 400, "message": "no", "type": "invalid_request_error"}}
+    assert assembled(delta(0, content="hi"), error) == (400, error)
+    typed = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}\n\n'
+    assert assembled(typed)[0] == 529
+
+
+def test_odd_events_do_not_stop_an_assembly() -> None:
+    odd: Any
+    for odd in ({"choices": 5}, {"choices": [{}]}, {"choices": [None]}, [1], {"type": 3}, {},
+                {"content": {"x": 1}}, {"choices": [{"index": 0, "delta": {"tool_calls": [5]}}]}):  # fmt: skip
+        made = assembled(odd, delta(0, content="hi"), delta(0, "stop"))
+        assert json.dumps(made)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (b'{"a":1}', b'{"a":1,"stream": true}'),
+        (b' {"a":1.0e5, "a":2} \n', b' {"a":1.0e5, "a":2,"stream": true} \n'),
+        (b"{}", b'{"stream": true}'),
+        (b'{"stream":false}', b'{"stream": true}'),
+        (b'{"stream":null,"a":1}', b'{"stream": true, "a": 1}'),
+        (b'{"stream":false,"x":NaN}', None),
+        ('{"a":1}'.encode("utf-16"), None),
+    ],
+)
+def test_fields_are_added_to_a_body(body: bytes, wanted: bytes | None) -> None:
+    assert llmproxy.with_fields(body, json.loads(body), {"stream": True}) == wanted
+
+
+def test_which_calls_can_be_asked_as_streams() -> None:
+    for name in (
+        "chat/completions",
+        "completions",
+        "completion",
+        "infill",
+        "messages",
+        "responses",
+    ):
+        assert llmproxy.can_stream(name, {"stream": True}) and llmproxy.can_stream(name, {})
+    for name in ("embeddings", "rerank", "tokenize", "messages/count_tokens"):
+        assert not llmproxy.can_stream(name, {})
+    for doc in ({"logprobs": True}, {"n_probs": 3}, {"return_tokens": True}, {"stream": "yes"},
+                {"stream": 1}, {"conversation": "c"}):  # fmt: skip
+        assert not llmproxy.can_stream("chat/completions", doc)
 
 
 ###############################################################################
@@ -4025,6 +4416,204 @@ async def test_traceparent_goes_upstream_and_a_trace_is_found_by_both_ids(tmp_pa
 
 
 ###############################################################################
+# Gateway: llama.cpp
+###############################################################################
+
+
+WHOLE = [*STREAM, USAGE_CHUNK, DONE]
+SAID = "Grüße 世界"
+
+
+def said(data: bytes) -> str:
+    """What a plain answer or a stream says."""
+    if not data.startswith(b"data:"):
+        return str(json.loads(data)["choices"][0]["message"]["content"])
+    docs = [json.loads(e[6:]) for e in data.split(b"\n\n") if e.startswith(b"data: {")]
+    return "".join(c["delta"].get("content") or "" for d in docs for c in d["choices"])
+
+
+async def reply_stream(exchange: Exchange) -> None:
+    assert exchange.json["stream"] is True
+    assert exchange.json["stream_options"] == {"include_usage": True}
+    await exchange.stream(WHOLE)
+
+
+@aio
+async def test_a_plain_call_is_asked_as_a_stream_and_answered_plainly() -> None:
+    async with stand_in(reply_stream) as (up, caller):
+        status, headers, body = await caller.fetch(ask())
+        assert (status, said(body), json.loads(body)["usage"]) == (200, SAID, USAGE)
+        assert headers["Content-Type"] == "application/json; charset=utf-8"
+        assert up.asked[0].headers["accept-encoding"] == "identity"
+        assert caller.counters.tokens_out == 3
+        # Its other forms are known now as well.
+        stream = await caller.fetch(ask(stream=True))
+        assert (stream[1]["x-llmproxy-fate"], said(stream[2])) == ("hit", SAID)
+        assert USAGE_CHUNK not in stream[2] and stream[2].endswith(DONE)
+        options = {"include_usage": True}
+        full = await caller.fetch(ask(stream=True, stream_options=options))
+        assert full[1]["x-llmproxy-fate"] == "hit" and USAGE_CHUNK in full[2]
+        assert (await caller.fetch(ask()))[2] == body and up.calls == 1
+
+
+@aio
+async def test_what_cannot_be_a_stream_goes_up_as_it_came() -> None:
+    async with stand_in() as (up, caller):
+        for more in ({"logprobs": True}, {"stream": "x"}):
+            body = json.dumps(ask(**more)).encode()
+            assert (await caller.fetch(body))[2] == ANSWER and up.asked[-1].body == body
+        caller.gateway.control.change({"upstream-stream": "off"})
+        body = json.dumps(ask("off")).encode()
+        assert (await caller.fetch(body))[2] == ANSWER and up.asked[-1].body == body
+
+
+@pytest.mark.parametrize("leads", ["plain", "stream"])
+@aio
+async def test_joiners_of_both_forms_get_it_from_the_beginning(leads: str) -> None:
+    half, rest = asyncio.Event(), asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        await exchange.part(STREAM[0])
+        half.set()
+        await rest.wait()
+        for data in WHOLE[1:]:
+            await exchange.part(data)
+        await exchange.end()
+
+    async with stand_in(answer) as (up, caller):
+        forms = [ask(), ask(stream=True), ask(stream=True, stream_options={"include_usage": True})]
+        forms = forms if leads == "plain" else forms[::-1]
+        calls = [asyncio.create_task(caller.fetch(forms[0]))]
+        await half.wait()
+        calls += [asyncio.create_task(caller.fetch(form)) for form in forms[1:] * 3]
+        await until(lambda: caller.gateway.open_calls == 7)
+        rest.set()
+        answers = await asyncio.gather(*calls)
+        assert {said(data) for _, _, data in answers} == {SAID} and up.calls == 1
+        for form, (_, _, data) in zip([forms[0], *forms[1:] * 3], answers, strict=True):
+            assert (USAGE_CHUNK in data) is ("stream_options" in form)
+
+
+@pytest.mark.parametrize("end", ["reset", "error", "silent end"])
+@aio
+async def test_a_stream_that_breaks_is_asked_again_where_nobody_has_seen_it(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
+    error = b'data: {"error":{"code":500,"message":"oh","type":"server_error"}}\n\n'
+
+    async def answer(exchange: Exchange) -> None:
+        if up.calls % 2 == 0:
+            await exchange.stream(WHOLE)
+            return
+        await exchange.begin()
+        await exchange.part(STREAM[0])
+        await asyncio.sleep(0.05)
+        if end == "reset":
+            exchange.reset()
+        else:
+            await exchange.part(error if end == "error" else STREAM[1])
+            await exchange.end()
+
+    async with stand_in(answer) as (up, caller):
+        status, _, body = await caller.fetch(ask())
+        assert (status, said(body), up.calls) == (200, SAID, 2)
+        # A caller who has seen the beginning is told; one who waits for the whole is as well.
+        stream, plain = await asyncio.gather(
+            caller.fetch(ask("b", stream=True)), caller.fetch(ask("b"))
+        )
+        assert up.calls == 3 and stream[2].startswith(STREAM[0]) and DONE not in stream[2]
+        assert plain[0] == (500 if end == "error" else 502)
+        up.asked.append(up.asked[-1])  # and so is one whose last attempt it was
+        status, headers, body = await caller.fetch(ask("c"), headers={"x-llmproxy-retry": "never"})
+        assert (status, "message" in json.loads(body)["error"]) == (plain[0], True)
+        assert headers["Content-Type"].startswith("application/json")
+
+
+@aio
+async def test_a_plain_caller_gets_the_status_of_an_error_in_the_stream() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.stream([b'data: {"error":{"code":400,"message":"no","type":"x"}}\n\n'])
+
+    async with stand_in(answer) as (up, caller):
+        status, headers, body = await caller.fetch(ask())
+        assert (status, json.loads(body)["error"]["message"]) == (400, "no")
+        assert headers["Content-Type"] == "application/json; charset=utf-8"
+        status, _, body = await caller.fetch(ask(stream=True))
+        assert status == 200 and body.startswith(b'data: {"error"') and up.calls == 2
+
+
+@aio
+async def test_calls_with_a_fallback_share_nothing_across_forms() -> None:
+    async with (
+        upstream() as other,
+        stand_in(reply_stream, upstreams=[], models=[ModelRule("m", fallback=["other"])]) as (
+            up,
+            caller,
+        ),
+    ):
+        del other
+        await asyncio.gather(caller.fetch(ask()), caller.fetch(ask(stream=True)))
+        assert up.calls == 2
+
+
+@aio
+async def test_a_silent_server_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmproxy, "LOOK_S", 0.05)
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.stream(WHOLE)
+
+    busy = [{"is_processing": True, "id_task": 1, "n_prompt_tokens": 700}]
+    metrics = "llamacpp:prompt_tokens_total 5\nllamacpp:requests_processing 1\n"
+    settings = {"timeout": 0.4, "retries": 0, "dedup": "off"}
+    facts: dict[str, tuple[int, Any]]
+    for facts in (
+        {"/slots": (200, busy)},
+        {"/slots": (501, {}), "/metrics": (200, metrics)},
+        {"/slots": (501, {}), "/metrics": (501, {})},  # /health is all that is left
+    ):
+        async with stand_in(answer, **settings) as (up, caller):
+            up.facts |= facts
+            release.clear()
+            call = asyncio.create_task(caller.fetch(ask()))
+            await asyncio.sleep(1.2)  # three times what would have been the end of it
+            assert not call.done()
+            if facts["/slots"][0] == 200:
+                shown = caller.upstream.shown()
+                assert (shown["busy_slots"], shown["context_used"]) == (1, 700)
+            release.set()
+            assert (await call)[0] == 200
+            # It has nothing to do, says the server: then the call is lost.
+            up.facts |= {"/slots": (200, [{"is_processing": False}])}
+            caller.upstream._looks = ["/slots"]
+            release.clear()
+            assert (await caller.fetch(ask()))[0] == 504
+            release.set()
+
+
+@aio
+async def test_what_does_not_answer_at_all_is_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmproxy, "LOOK_S", 0.05)
+    monkeypatch.setattr(llmproxy, "HEALTH_LIMIT_S", 0.1)
+    monkeypatch.setattr(llmproxy.Pulse, "DEAD_S", 0.5)
+
+    async def answer(exchange: Exchange) -> None:
+        up.is_mute = True
+        await exchange.gone.wait()
+
+    async with stand_in(answer, retries=0, timeout=30) as (up, caller):
+        began_at = time.monotonic()
+        status, _, body = await caller.fetch(ask())
+        assert (status, json.loads(body)["error"]["code"]) == (504, "upstream_timeout")
+        assert time.monotonic() - began_at < 5
+        await until(lambda: caller.upstream.shown()["state"] in ("unhealthy", "unreachable"))
+
+
+###############################################################################
 # Gateway: transparency
 ###############################################################################
 
@@ -5343,7 +5932,7 @@ async def test_health_ready_status_and_who_may_ask() -> None:
 
 @contextlib.contextmanager
 def process(
-    *args: str, env: dict[str, str] | None = None
+    *args: str, env: dict[str, str] | None = None, where: str = r"on (http://\S+?);? "
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A real llmproxy process that listens, and its URL."""
     proc = subprocess.Popen(
@@ -5353,7 +5942,7 @@ def process(
     try:
         assert proc.stdout is not None
         line = proc.stdout.readline()
-        found = re.search(r"on (http://\S+?);? ", line)
+        found = re.search(where, line)
         assert found, (line, proc.stderr.read() if proc.stderr else "")
         yield proc, found[1]
     finally:
@@ -5487,6 +6076,165 @@ async def test_unreachable_upstream_is_said_once_at_start() -> None:
         assert err.count("127.0.0.1:9") == 1
 
 
+@contextlib.contextmanager
+def notified() -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """A service manager's socket, and what it has been told."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock,
+    ):
+        path = f"{folder}/notify"
+        sock.bind(path)
+        sock.settimeout(10)
+        yield path, lambda: sock.recv(4096).decode().split("\n")
+
+
+def test_service_manager_is_told_and_sighup_reads_the_file_again(tmp_path: Path) -> None:
+    config, pid = tmp_path / "c.toml", tmp_path / "pid"
+    config.write_text('timeout = 10\n[model."a*"]\nretry = "never"\n')
+    args = ["--port", "0", "--config", str(config), "--pid-file", str(pid), "--state", "none"]
+    with (
+        notified() as (path, told),
+        process(
+            *args, "--retries", "4", env={"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "20000000"}
+        ) as (proc, url),
+    ):
+        assert told()[:2] == ["READY=1", f"MAINPID={proc.pid}"]
+        assert pid.read_text() == f"{proc.pid}\n"
+        assert told() == ["WATCHDOG=1"]
+
+        def settings() -> dict[str, Any]:
+            done = subprocess.run(
+                [*PROXY, "get", "--json", "--url", url], capture_output=True, check=True
+            )
+            return dict(json.loads(done.stdout))
+
+        def hang_up(said: str) -> None:
+            proc.send_signal(signal.SIGHUP)
+            assert proc.stderr is not None
+            while said not in (line := proc.stderr.readline()):
+                assert line
+            while told() != ["READY=1"]:
+                pass
+
+        assert (
+            subprocess.run(
+                [*PROXY, "set", "queue-size=7", "--url", url], capture_output=True, check=True
+            ).stdout
+            == b"queue-size = 7\n"
+        )
+        config.write_text('timeout = 20\nhost = "127.0.0.2"\nretries = 9\n')
+        hang_up("changed timeout, models; wants a restart: host")
+        found = settings()
+        # Flags go before the file; what was set meanwhile, and is not in the file, stays.
+        assert (found["timeout"], found["retries"], found["queue-size"]) == (20, 4, 7)
+        config.write_text("timeout = x\n")
+        hang_up("nothing was changed")
+        config.unlink()
+        hang_up("cannot be read")
+        assert settings()["timeout"] == 20
+        proc.send_signal(signal.SIGTERM)
+        while "STOPPING=1" not in told():
+            pass
+        assert proc.wait(10) == 0 and not pid.exists()
+
+
+@aio
+async def test_reload_changes_clients_and_keeps_what_they_have_used() -> None:
+    rule = client_rule("alice", rpm=5)
+    async with upstream() as up, proxy(up.base, clients=[rule]) as caller:
+        headers = {"Authorization": "Bearer key-of-alice"}
+        assert (await caller.fetch(ask("1"), headers=headers))[0] == 200
+        fresh = Settings(upstream=up.base, port=0, state="none")
+        fresh.clients = [client_rule("alice", rpm=1), client_rule("bob")]
+        caller.gateway.settings.again = lambda: fresh
+        assert caller.gateway.control.reload() == "changed clients"
+        assert (await caller.fetch(ask("2"), headers=headers))[0] == 429
+        bob = {"Authorization": "Bearer key-of-bob"}
+        assert (await caller.fetch(ask("3"), headers=bob))[0] == 200
+        fresh = Settings(upstream=up.base, port=0, state="none", host="0.0.0.0")
+        caller.gateway.settings.host = "0.0.0.0"
+        with pytest.raises(llmproxy.ConfigError, match="whoever reaches it"):
+            caller.gateway.control.reload()  # it would let everybody in
+        caller.gateway.settings.host = "127.0.0.1"
+        assert len(caller.gateway.clients) == 2
+
+
+@aio
+async def test_admin_routes_change_settings_and_act(tmp_path: Path) -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        settings, path = caller.gateway.settings, tmp_path / "c.toml"
+        settings.path = path
+        base = caller.url + "/_llmproxy/"
+
+        async def ask_for(method: str, route: str, body: Any = None, **more: Any) -> Any:
+            data = body if isinstance(body, bytes) else json.dumps(body or {})
+            async with caller.session.request(method, base + route, data=data, **more) as response:
+                return response.status, await response.json()
+
+        status, doc = await ask_for("GET", "settings")
+        assert status == 200 and doc["settings"]["timeout"] == 30 and "timeout" in doc["live"]
+        changed = {"timeout": "auto", "rpm": 9, "price": ["m=1/2"], "save": True}
+        status, doc = await ask_for("PATCH", "settings", changed)
+        assert doc["settings"] == {"timeout": "auto", "rpm": 9, "price": ["m=1/2"]}
+        assert tomllib.loads(path.read_text()) == {
+            "timeout": "auto", "rpm": 9, "price": ["m=1/2"]
+        }  # fmt: skip
+        assert caller.gate.rpm is not None and caller.gateway.books.prices.of("m") is not None
+        for bad in ({"timeout": "x", "rpm": 1}, {"port": 5}, {"nope": 1}, [1], b"{", b"\xff"):
+            status, doc = await ask_for("PATCH", "settings", bad)
+            assert (status, doc["error"]["code"]) == (400, "invalid_request"), bad
+        assert settings.rpm == 9
+        assert (await ask_for("PATCH", "settings", {"rpm": None}))[1]["settings"] == {"rpm": None}
+        assert (await ask_for("PATCH", "settings", {"prices": "/nowhere"}))[0] == 400
+        assert settings.prices is None
+        assert (await ask_for("POST", "settings", {}))[0] == 404
+        assert (await ask_for("GET", "do/pause"))[0] == 404
+        assert (await ask_for("POST", "do/explode"))[0] == 400
+        origin = {"Origin": "http://localhost:1"}
+        assert (await ask_for("POST", "do/pause", headers=origin))[0] == 403
+        await caller.fetch(ask())
+        assert (await ask_for("POST", "do/clear"))[1] == {"done": "forgot 1 kept answers"}
+        assert caller.gateway.flights.kept_bytes == 0
+        assert (await ask_for("POST", "do/pause"))[1]["done"].startswith("paused")
+        call = asyncio.create_task(caller.fetch(ask("waits")))
+        await until(lambda: caller.gate.queued == 1)
+        assert (await ask_for("GET", "status?recent=1"))[1]["paused"] is True
+        await ask_for("POST", "do/resume")
+        assert (await call)[0] == 200
+
+
+def test_json_log_has_nothing_but_json_and_the_journal_gets_levels(tmp_path: Path) -> None:
+    def lines(*args: str, journal: bool = False) -> list[str]:
+        with (tmp_path / "err").open("w+") as file:
+            found = os.fstat(file.fileno())
+            env = {**os.environ, "XDG_CONFIG_HOME": "/nonexistent"}
+            env["JOURNAL_STREAM"] = f"{found.st_dev}:{found.st_ino}" if journal else "1:2"
+            proc = subprocess.Popen(
+                [*PROXY, "--port", "0", "--upstream", "http://127.0.0.1:9", "--retries", "0",
+                 "--state", "none", *args], stdout=subprocess.PIPE, stderr=file, text=True, env=env,
+            )  # fmt: skip
+            assert proc.stdout is not None
+            url = proc.stdout.readline().split()[3]
+            with (
+                openai.OpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client,
+                pytest.raises(openai.APIStatusError),
+            ):
+                client.models.list()
+            proc.send_signal(signal.SIGTERM)
+            assert proc.wait(10) == 0
+            proc.stdout.close()
+            return (tmp_path / "err").read_text().splitlines()
+
+    docs = [json.loads(line) for line in lines("--log", "json")]
+    assert any("message" in doc and doc["level"] == "warning" for doc in docs)
+    assert any(doc.get("path") == "/v1/models" for doc in docs)
+    journal = lines(journal=True)
+    assert all(re.match(r"<[346]>\S", line) for line in journal), journal
+    assert any(line.startswith("<6>") and "/v1/models" in line for line in journal)
+    assert any(line.startswith("llmproxy: ") for line in lines())
+
+
 ###############################################################################
 # Live table
 ###############################################################################
@@ -5529,6 +6277,133 @@ def test_table_fits_and_says_all(width: int) -> None:
         assert word in text, (word, text)
 
 
+def board_at_work() -> llmproxy.Board:
+    board = llmproxy.Board(has_keys=True)
+    status = status_of_many_things()
+    for n in range(40):
+        status = {**status, "requests": status["requests"] + n % 7, "in_flight": n % 5}
+        status["waited"] = {"calls": n, "s": n * 0.1}
+        board.see(status, float(2 * n))
+    return board
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 24), (80, 24), (100, 40), (200, 50)])
+@pytest.mark.parametrize("shows_help", [False, True])
+def test_interactive_table_fits(width: int, height: int, shows_help: bool) -> None:
+    from rich.console import Console
+
+    board = board_at_work()
+    board.shows_help = shows_help
+    board.typed = "12"
+    status = {**status_of_many_things(), "recent": []}
+    status["upstreams"][0] |= {
+        "llama_cpp": True, "slots": 4, "busy_slots": 2, "context_tokens": 8192,
+        "context_used": 4096, "prompt_tokens_per_s": 512.0, "output_tokens_per_s": 41.0,
+        "cache_hit_share": 0.5,
+    }  # fmt: skip
+    console = Console(width=width, height=height, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(llmproxy.render(status, "http://127.0.0.1:4000", width, height, board))
+    lines = capture.get().splitlines()
+    text = "\n".join(lines)
+    assert len(lines) <= height and all(len(line) <= width for line in lines), text
+    for word in ("> timeout", "12_", "calls/s", "2/4 slots busy", "41 tok/s"):
+        assert word in text, (word, text)
+    assert ("w write" in text) is shows_help and re.search("[▁▂▃▄▅▆▇█]{3}", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "up", "down"),
+    [
+        ("timeout", 30.0, "50", "20"), ("timeout", "auto", "1", "auto"),
+        ("timeout", 0.001, "0.002", "auto"), ("total_timeout", None, "1", "none"),
+        ("keepalive", None, "1", "off"), ("concurrency", 16, "17", "15"),
+        ("concurrency", 1, "2", "adaptive"), ("concurrency", "auto", "adaptive", "auto"),
+        ("concurrency", "adaptive", "10", "auto"), ("rpm", None, "10", "none"),
+        ("tpm", 90000, "91000", "89000"), ("tpm", 100, "110", "99"), ("queue_size", 0, "1", None),
+        ("retries", 2, "3", "1"), ("dedup", "on", "deterministic", "off"),
+        ("log", "off", "text", "json"), ("breaker_success", 0.8, "0.85", "0.75"),
+        ("breaker_success", 1.0, "1", "0.95"), ("cache_bytes", 64 * 2**20, "134217728", "33554432"),
+        ("budget", None, "1", "none"), ("budget", 5.0, "10", "2"), ("price", [], None, None),
+        ("prices", None, None, None), ("retention", 90.0, "100", "50"),
+    ],
+)  # fmt: skip
+def test_a_step_is_sensible_and_can_be_used(name: str, value: Any, up: str, down: str) -> None:
+    assert (llmproxy.step(name, value, 1), llmproxy.step(name, value, -1)) == (up, down)
+    for text in (up, down):
+        if text is not None:
+            Settings().assign(name, [text], "x")
+
+
+def test_keys_are_told_apart_whatever_a_terminal_sends() -> None:
+    keys = llmproxy.split_keys("\x1b[A\x1bOBq\x1b[1;5C\x1b[200~x\x1b[201~\r\x7f?世\x1b[C")
+    assert keys == ["up", "down", "q", "x", "enter", "backspace", "?", "世", "right"]
+    assert llmproxy.split_keys("\x1b") == ["esc"]
+
+
+@aio
+async def test_board_turns_keys_into_work() -> None:
+    async with proxy() as caller:
+        operator, board = llmproxy.Operator(caller.gateway), llmproxy.Board(True)
+
+        async def press(*keys: str) -> str:
+            board.see(await operator.status(), 0.0)
+            for key in keys:
+                board.press(key)
+            while board.work:
+                board.note = await llmproxy._done(board.work.popleft()(operator))
+            return board.note
+
+        settings = caller.gateway.settings
+        assert await press("right") == "timeout = 50.0" and settings.timeout == 50
+        assert settings.given["timeout"] == "the table"  # by hand: it is meant literally
+        assert "wants seconds" in await press("enter", "x", "enter")
+        assert settings.timeout == 50
+        await press("enter", *"7q?5", "backspace", "esc")
+        assert board.typed is None and not board.is_over and not board.shows_help
+        await press("enter", *"7.5", "enter")
+        assert settings.timeout == 7.5
+        assert "paused" in await press("p") and caller.gate.is_paused
+        assert "going on" in await press("p") and not caller.gate.is_paused
+        assert await press("r") == "no circuit is open"
+        for path in ("/a", "/b"):
+            caller.sender.circuits["u", "m", path]._change(State.OPEN, 60)
+        assert await press("r") == "closed 1 circuits"
+        assert await press("c") == "forgot 0 kept answers"
+        while board.flag != "price":
+            board.press("up")
+        board.press("+")
+        assert "Enter types" in board.note
+        board.press("q")
+        assert board.is_over
+
+
+@aio
+async def test_a_change_acts_on_those_who_wait_and_drops_nobody() -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain()
+
+    async with upstream(answer) as up, proxy(up.base, concurrency=1) as caller:
+        await asyncio.gather(*caller.sender._tasks)
+        calls = [asyncio.create_task(caller.fetch(ask(f"{n}"))) for n in range(6)]
+        await until(lambda: caller.gate.queued == 5)
+        caller.gateway.control.change({"concurrency": "4"})
+        await until(lambda: up.calls == 4)
+        caller.gateway.control.change({"concurrency": "1", "rpm": "1"})
+        release.set()
+        await until(lambda: up.calls == 5)  # the sixth waits for the minute
+        await asyncio.sleep(0.05)
+        assert up.calls == 5 and caller.gate.queued == 1
+        caller.gateway.control.change({"rpm": "none"})
+        assert [(await call)[0] for call in calls] == [200] * 6
+
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
 class Terminal:
     """A process on a pseudo-terminal."""
 
@@ -5551,7 +6426,7 @@ class Terminal:
     def wait_for(self, text: str, limit_s: float = 15) -> str:
         end_at = time.monotonic() + limit_s
         start = len(self.seen)
-        while text not in self.seen[start:]:
+        while text not in self.seen[start:] and text not in ANSI.sub("", self.seen[start:]):
             assert time.monotonic() < end_at, (text, self.seen[-2000:])
             ready, _, _ = select.select([self.fd], [], [], 0.2)
             with contextlib.suppress(OSError):
@@ -5564,6 +6439,62 @@ class Terminal:
             self.proc.kill()
         self.proc.wait()
         os.close(self.fd)
+
+
+def test_keys_on_a_terminal_change_the_running_daemon(tmp_path: Path) -> None:
+    import termios
+
+    config = tmp_path / "c.toml"
+    config.write_text("# mine\nretries = 1\n")
+    args = ["--port", "0", "--upstream", "mock:", "--state", "none", "--config", str(config)]
+    terminal = Terminal(*args, columns=100)
+    before = termios.tcgetattr(terminal.fd)
+    try:
+        terminal.wait_for("> timeout")
+        url = re.search(r"http://127\.0\.0\.1:\d+", terminal.seen)
+        assert url is not None
+        for keys, shown in (
+            (b"?", "w write"), (b"\x1b[C", "timeout = 50.0"), (b"\x1b[B\x1b[B", "connect-timeout"),
+            (b"\r2.5\r", "connect-timeout = 2.5"), (b"\rx\r", "wants seconds"), (b"p", "paused"),
+            (b"p", "going on"), (b"w", "saved in"),
+        ):  # fmt: skip
+            os.write(terminal.fd, keys)
+            terminal.wait_for(shown)
+        assert config.read_text() == "# mine\nretries = 1\ntimeout = 50\nconnect_timeout = 2.5\n"
+        os.write(terminal.fd, b"q")
+        terminal.wait_for(BACK)
+        assert terminal.proc.wait(10) == 0
+        assert termios.tcgetattr(terminal.fd) == before
+    finally:
+        terminal.close()
+
+
+def test_table_works_where_there_is_no_keyboard(tmp_path: Path) -> None:
+    terminal = Terminal("--port", "0", "--upstream", "mock:", "--state", "none", columns=100)
+    terminal.close()
+    fd, child = pty.openpty()
+    proc = subprocess.Popen(
+        [*PROXY, "--port", "0", "--upstream", "mock:", "--state", "none"], stdout=child,
+        stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "XDG_CONFIG_HOME": "/nonexistent", "TERM": "xterm-256color"},
+    )  # fmt: skip
+    os.close(child)
+    seen = ""
+    try:
+        end_at = time.monotonic() + 15
+        while "calls/s" not in seen:
+            assert time.monotonic() < end_at, seen
+            seen += os.read(fd, 65536).decode("utf-8", "replace")
+        assert "> timeout" not in seen
+        proc.send_signal(signal.SIGTERM)
+        while proc.poll() is None:
+            with contextlib.suppress(OSError):
+                os.read(fd, 65536)
+        assert proc.returncode == 0
+    finally:
+        proc.kill()
+        proc.wait()
+        os.close(fd)
 
 
 ALTERNATE, BACK = "\x1b[?1049h", "\x1b[?1049l"
@@ -6005,6 +6936,216 @@ def test_help_shows_defaults_and_units(command: str, capsys: pytest.CaptureFixtu
 def test_version() -> None:
     done = subprocess.run([*PROXY, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"llmproxy {llmproxy.__version__}\n")
+
+
+def said_by(*args: str, code: int = 0, **more: Any) -> str:
+    """What a command prints."""
+    env = {**os.environ, "XDG_CONFIG_HOME": "/nonexistent"}
+    done = subprocess.run([*PROXY, *args], capture_output=True, timeout=60, env=env, **more)
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr
+    return done.stdout.decode()
+
+
+def test_get_and_set_speak_with_a_running_daemon(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    args = ["--port", "0", "--config", str(config), "--state", "none", "--admin-key", "k-1"]
+    config.write_text("# mine\n")
+    with process(*args) as (_, url):
+        there = ["--url", url, "--admin-key", "k-1"]
+        assert said_by("get", "timeout", *there) == "30.0\n"
+        assert "queue-size           1000" in said_by("get", *there)
+        assert "k-1" not in said_by("get", *there)
+        made = said_by("set", "timeout=auto", "price=a=1/2", "price=b=3/4", *there, "--save")
+        assert made.splitlines() == ["timeout = auto", "price = a=1/2, b=3/4", f"saved in {config}"]
+        assert config.read_text() == (
+            '# mine\ntimeout = "auto"\nprice = [\n    "a=1/2",\n    "b=3/4",\n]\n'
+        )
+        assert said_by("set", "price=none", *there) == "price = none\n"
+        for change, why in (
+            ("port=5", "not live"), ("tiemout=5", "did you mean timeout"), ("timeout", "SETTING=VALUE"),
+            ("timeout=x", "wants seconds"),
+        ):  # fmt: skip
+            code, error = fails("set", change, *there)
+            assert code == 2 and why in error
+        code, error = fails("get", "--url", url)
+        assert code == 1 and "admin key" in error
+        assert fails("get", "nope", *there)[0] == 2
+    code, error = fails("get", "--url", "http://127.0.0.1:9")
+    assert code == 1 and "no daemon answers" in error
+    with process("mock", "--port", "0", where=r"on (http://\S+?);") as (_, other):
+        code, error = fails("get", "--url", other)
+        assert code == 1 and "404" in error
+    assert fails("top")[0] == 2  # no terminal here
+
+
+def test_top_shows_and_changes_a_daemon_elsewhere() -> None:
+    with process("--port", "0", "--upstream", "mock:", "--state", "none") as (_, url):
+        terminal = Terminal("top", url, columns=100)
+        try:
+            terminal.wait_for("> timeout")
+            os.write(terminal.fd, b"\x1b[C")
+            terminal.wait_for("timeout = 50.0")
+            assert said_by("get", "timeout", "--url", url) == "50.0\n"
+            os.write(terminal.fd, b"q")
+            terminal.wait_for(BACK)
+            assert terminal.proc.wait(10) == 0
+            assert said_by("get", "timeout", "--url", url) == "50.0\n"  # it is not ended by that
+        finally:
+            terminal.close()
+
+
+def test_bench_measures_both_sides_and_keeps_a_record(tmp_path: Path) -> None:
+    only = [f"--only={name}" for name in ("herd", "distinct", "outage")]
+    args = ["bench", "--speed", "60", *only, "--breaker-cooldown", "0.2"]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": "/nonexistent"}
+    for _ in range(2):
+        done = subprocess.run(
+            [*PROXY, *args, "--json", "--save"], capture_output=True, timeout=60, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)
+        herd, distinct, outage = (scenario["sides"] for scenario in record["scenarios"])
+        assert [(s["side"], s["calls"], s["reached"], s["errors"]) for s in herd] == [
+            ("proxied", 200, 1, 0), ("direct", 200, 200, 0)
+        ]  # fmt: skip
+        assert [s["reached"] for s in distinct] == [20, 20]
+        assert outage[0]["reached"] < outage[1]["reached"] == outage[1]["calls"]
+        assert (
+            outage[0]["kinds"].get("503", 0) > 0 and record["settings"]["breaker-cooldown"] == 0.2
+        )
+        assert {"version", "python", "cpus", "speed", "began"} <= record.keys()
+        time.sleep(1.1)  # the names of records are seconds
+    records = sorted((tmp_path / "llmproxy" / "bench").glob("*.json"))
+    assert len(records) == 2
+
+    def compare(one: str, two: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*PROXY, "bench", "--compare", one, two], capture_output=True, text=True, env=env
+        )
+
+    done_ = compare(str(records[0]), records[1].name[:17])
+    assert done_.returncode == 0 and "herd" in done_.stdout and "p99_ms" in done_.stdout
+    for bad in ("nothing", str(HERE / "README.md")):
+        assert compare(bad, bad).returncode == 2
+    assert fails("bench", "--speed", "0")[0] == 2
+    with process("--port", "0", "--upstream", "http://upstream.invalid", "--state", "none") as (
+        _,
+        url,
+    ):
+        code, error = fails("bench", url, "--only", "herd")
+        assert code == 2 and "say --yes" in error
+        code, error = fails("bench", url, "--only", "outage")
+        assert code == 2 and "llmproxy mock" in error
+
+
+def call_line(at: float, prompt: str, client: str = "a", **more: Any) -> str:
+    body = {"model": "m", "messages": [{"role": "user", "content": prompt}]}
+    return json.dumps({"time_unix": at, "client": client, "request": body, **more})
+
+
+def test_replay_counts_repeats_by_window_and_client(tmp_path: Path) -> None:
+    usage: dict[str, Any] = {"tokens_in": 100, "tokens_out": 10, "total_ms": 2000}
+    lines = [
+        call_line(1000, "x", **usage), call_line(1030, "x", **usage), call_line(1070, "x", **usage),
+        call_line(1400, "x", **usage), call_line(1401, "x", "b", **usage),
+        call_line(1402, "other", **usage), call_line(90000, "x", **usage), "garbage", "[1]", "",
+    ]  # fmt: skip
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(reversed(lines)))  # in any order
+    report = json.loads(said_by("replay", str(log), "--json", "--price", "*=10/100", "--show"))
+    assert (report["calls"], report["different"], report["clients"]) == (7, 2, 2)
+    assert (report["lines"], report["bad_lines"]) == (9, 2)
+    found = {w["window"]: (w["same_client"], w["other_client"]) for w in report["windows"]}
+    # 1 min: the second after the first; the third is 70 s after the call that went up.
+    assert found == {"1 min": (1, 1), "5 min": (2, 1), "1 h": (3, 1), "24 h": (3, 1), "all": (4, 1)}
+    minute = report["windows"][0]
+    assert (minute["tokens_saved"], minute["usd_saved"]) == (110, 0.002)
+    assert report["needed"] == {"tpm": 330, "concurrency": 3}
+    assert report["needed_with_dedup"]["concurrency"] == 3
+    assert report["most_repeated"] == [
+        {"hash": report["most_repeated"][0]["hash"], "calls": 6, "words": "x"}
+    ]
+    data = gzip.compress(log.read_bytes())
+    (tmp_path / "log.gz").write_bytes(data)
+    assert json.loads(said_by("replay", str(tmp_path / "log.gz"), "--json"))["calls"] == 7
+    assert json.loads(said_by("replay", "-", "--json", input=data))["calls"] == 7
+    text = said_by("replay", str(log))
+    assert "7 calls, 2 different" in text and "5 min" in text and "x\n" not in text
+    for name, bad in (("cut.gz", data[:-9]), ("empty", b""), ("noise", b"\0\xff" * 99)):
+        (tmp_path / name).write_bytes(bad)
+        assert fails("replay", str(tmp_path / name))[0] == 1
+    assert fails("replay", str(tmp_path / "absent"))[0] == 1
+
+
+def test_replay_reads_batches_conversations_and_the_ledger(tmp_path: Path) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
+    answer = {"usage": {"prompt_tokens": 5, "completion_tokens": 7}}
+    batch = [
+        {"custom_id": "1", "url": CHAT, "body": chat},
+        {"custom_id": "2", "url": CHAT, "body": {**chat}, "response": {"body": answer}},
+        {"custom_id": "3", "url": "/v1/embeddings", "body": chat},
+    ]
+    calls = llmproxy.CallLog(llmproxy.Prices(Settings(price=["m=1/1"])))
+    calls.read(json.dumps(line).encode() for line in batch)
+    report = calls.report()
+    assert (report["calls"], report["different"], report["has_times"]) == (3, 2, False)
+    assert [w["window"] for w in report["windows"]] == ["all"]
+    assert report["windows"][0]["tokens_saved"] == 12 and report["estimated_calls"] == 2
+
+    def turn(role: str, text: str, at: str | None = None) -> dict[str, Any]:
+        return {"role": role, "content": text, "timestamp": at}
+
+    said_ = [turn("user", "hi"), turn("assistant", "yes", "2024-01-01T00:00:00+00:00"),
+             turn("user", "more"), turn("assistant", "no", "2024-01-01T00:02:00+00:00")]  # fmt: skip
+    wild = [{"conversation": said_, "model": "m", "hashed_ip": ip} for ip in ("a", "a", "b")]
+    calls = llmproxy.CallLog(llmproxy.Prices(Settings()))
+    calls.read(json.dumps(line).encode() for line in wild)
+    report = calls.report()
+    assert (report["calls"], report["different"], report["has_times"]) == (6, 2, True)
+    assert report["windows"][0]["same_client"] == 2 and report["windows"][0]["other_client"] == 2
+
+    async def asked() -> None:
+        state = str(tmp_path / "l.db")
+        async with upstream() as up, proxy(up.base, state=state, log_bodies="on") as caller:
+            for prompt in ("one", "one", "two"):
+                await caller.fetch(ask(prompt), headers={"Cache-Control": "no-store"})
+
+    asyncio.run(asked())
+    report = json.loads(said_by("replay", str(tmp_path / "l.db"), "--json"))
+    assert (report["calls"], report["different"], report["tokens"]) == (3, 2, 30)
+    assert report["windows"][0]["same_client"] == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ([""], ["serve", "mock", "demo", "bench", "--version"]), (["se"], ["serve", "set"]),
+        (["--dedup-"], ["--dedup-window"]), (["serve", "--dedup", ""], ["on", "deterministic"]),
+        (["set", "queue-"], ["queue-size=", "queue-timeout="]), (["get", "por"], ["port"]),
+        (["bench", "--only", "h"], ["herd", "hang"]), (["key", "n"], ["new"]),
+        (["spend", "--by", ""], ["model", "client", "task", "day"]), ([], ["serve"]),
+    ],
+)  # fmt: skip
+def test_completion_knows_commands_flags_and_values(typed: list[str], wanted: list[str]) -> None:
+    found = llmproxy.completions(typed)
+    assert set(wanted) <= set(found) and all(w.startswith((typed or [""])[-1]) for w in found)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_valid(shell: str) -> None:
+    script = said_by("completion", shell)
+    assert "llmproxy completion words" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script.encode(), check=True)
+
+
+@pytest.mark.parametrize("command", llmproxy.COMMANDS)
+def test_help_of_every_command_shows_examples_and_fits(command: str) -> None:
+    text = said_by(command, "--help")
+    if command not in ("demo", "check", "trace"):
+        assert "examples:" in text or command == "key"
+    assert all(len(line) <= 100 for line in text.splitlines())
 
 
 ###############################################################################
