@@ -109,7 +109,7 @@ CALLER_S = 60.0  # an upload that stalls longer is ended
 DRAIN_S = 30.0  # what calls in flight get after SIGTERM
 HEALTH_EVERY_S, HEALTH_LIMIT_S = 2.0, 1.5
 LOOK_S = 1.5  # between two looks at llama.cpp: asked for its slots more often, it misses hang-ups
-RESTART_S = 15.0  # a llama.cpp that is gone is expected back for so long
+RESTART_S = 30.0  # a llama.cpp that is gone is expected back for so long
 BACKOFF_S = 0.3  # first retry; doubles, with as much again of random jitter on top
 LONGEST_PAUSE_S = 900.0  # a key that is to rest for longer is tried again after this
 REFUSED_KEY_S = 60.0  # and one that was answered 401 or 403 after this
@@ -484,6 +484,9 @@ class Settings:
     upstream_stream: str = setting("auto", one_of("auto", "off"), "", text=
         "auto: ask llama.cpp with stream: true for plain calls too, so that a caller who leaves "
         "frees the slot at once")
+    slot_affinity: str = setting("off", one_of("on", "off"), "", text=
+        "on: name the llama.cpp slot that last held the longest beginning of a conversation; "
+        "the server finds it as well by itself")
     rpm: int | None = setting(None, parse_count, "requests", also=NONE, text=
         "requests a minute to an upstream")
     tpm: int | None = setting(None, parse_count, "tokens", also=NONE, text=
@@ -1924,6 +1927,37 @@ class Pulse:
         return now - heard_at >= limit_s and not is_working
 
 
+class Slots:
+    """Which slot of a llama.cpp server holds which conversation, for its prompt cache.
+
+    A conversation is a chain of hashes, one for each message. Only free slots are named: the
+    server lets a call wait for the one that it names.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._held: list[tuple[int, ...]] = [()] * count
+        self._taken_at = [0] * count  # by turn; of slots that hold nothing the oldest goes first
+        self._free, self._turn = set(range(count)), 0
+
+    def take(self, chain: tuple[int, ...]) -> int | None:
+        """The free slot that shares the longest beginning; None where all are busy."""
+
+        def rank(slot: int) -> tuple[int, int]:
+            pairs = zip(chain, self._held[slot], strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            return same, -self._taken_at[slot]
+
+        slot = max(self._free, key=rank, default=None)
+        if slot is not None:
+            self._free.discard(slot)
+            self._turn += 1
+            self._held[slot], self._taken_at[slot] = chain, self._turn
+        return slot
+
+    def give(self, slot: int) -> None:
+        self._free.add(slot)
+
+
 class State(enum.Enum):
     CLOSED = "closed"
     OPEN = "open"
@@ -2965,17 +2999,23 @@ class Events:
 
     The unfinished end of an event is held until it is whole: it might be the one to take out,
     and where the upstream breaks off, half an event would hide our error event from the SDKs.
-    An event beyond SLICE_BYTES passes in pieces.
+    An event beyond SLICE_BYTES passes in pieces. `holds_finish`: what ends a choice goes on
+    together with the chunk after it, see `without_usage`.
     """
 
-    def __init__(self, takes_usage: bool) -> None:
-        self.takes_usage = takes_usage
+    def __init__(self, takes_usage: bool, holds_finish: bool = False) -> None:
+        self.takes_usage, self._holds_finish = takes_usage, holds_finish
         self.taken = b""
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._seam = b""  # the last bytes of what is held
 
     def feed(self, chunk: bytes) -> bytes:
+        if self._holds_finish and _FINISH.search(chunk) and b"[DONE]" not in chunk:
+            self._held.append(chunk)  # what it may have to be joined with comes next
+            self._held_bytes += len(chunk)
+            self._seam = chunk[-3:]
+            return b""
         if not self._held and chunk.endswith(b"\n\n"):
             return self._take(chunk) if self.takes_usage else chunk
         seam = self._seam  # an end may lie across chunks
@@ -3005,17 +3045,41 @@ class Events:
 
 
 def without_usage(data: bytes) -> tuple[bytes, bytes]:
-    """Whole events without the chunk that only reports usage, and that chunk."""
+    """Whole events without the chunk that only reports usage, and that chunk.
+
+    llama.cpp moves its `timings` there from the chunk before it, and they go back to that.
+    """
     if not HAS_USAGE.search(data):
         return data, b""
-    out, taken, start = [], b"", 0
+    out: list[bytes] = []
+    taken, start = b"", 0
     for end in [*(match.end() for match in EVENT_END.finditer(data)), len(data)]:
         event, start = data[start:end], end
         if HAS_USAGE.search(event) and _is_extra(event):
             taken = event
+            if b'"timings"' in event and out:
+                out[-1] = _with_timings(out[-1], event)
         else:
             out.append(event)
     return b"".join(out), taken
+
+
+def _with_timings(event: bytes, usage: bytes) -> bytes:
+    with contextlib.suppress(*ODD_JSON):
+        timings = json.loads(event_data(usage))["timings"]
+        doc = json.loads(event_data(event))
+        if doc["choices"]:
+            return b"data: " + compact({**doc, "timings": timings}) + b"\n\n"
+    return event
+
+
+# What reading a document raises that is not as it should be.
+ODD_JSON = (ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
+
+
+def compact(doc: Any) -> bytes:
+    """JSON as llama.cpp writes it."""
+    return json.dumps(doc, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _is_extra(event: bytes) -> bool:
@@ -3024,10 +3088,6 @@ def _is_extra(event: bytes) -> bool:
         is_openai = isinstance(doc, dict) and "type" not in doc
         return bool(is_openai and doc.get("usage") and not doc.get("choices"))
     return False
-
-
-# What reading a document raises that is not as it should be.
-ODD_JSON = (ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
 
 
 class Part:
@@ -3076,11 +3136,13 @@ class Assembly:
         self._parts: dict[int, Part] = {}
         self._counts: dict[int, dict[str, Any]] = {}  # usage and timings, by choice
         self._ended = 0  # the choice that ended last: a usage after it is its own
+        self._is_over = False
 
     def feed(self, data: bytes) -> None:
         *events, self._rest = EVENT_END.split(self._rest + data)
         for event in events:
-            if b"{" in event:
+            self._is_over = self._is_over or bool(_DONE.search(event))
+            if b"{" in event and not self._is_over:
                 with contextlib.suppress(*ODD_JSON):
                     self._take(event)
 
@@ -3136,9 +3198,19 @@ class Assembly:
             self._base = {"completed_at": response.get("created_at"), **response}
 
     def plain(self) -> tuple[int, bytes]:
-        """Status and JSON."""
+        """Status and JSON.
+
+        Raises:
+            ProxyError: upstream_incomplete; what came is no answer.
+        """
         if self._error is not None:
             return self._error
+        with contextlib.suppress(*ODD_JSON):
+            if self._form or self._base:
+                return 200, compact(self._whole())
+        raise ProxyError("upstream_incomplete", "the upstream's stream holds no answer")
+
+    def _whole(self) -> Any:
         ordered = [part for _, part in sorted(self._parts.items())]
         doc: Any = self._base
         if self._form in ("chat", "text"):
@@ -3148,7 +3220,7 @@ class Assembly:
         elif self._form == "native":
             natives = [self._native(part) for part in ordered]
             doc = natives[0] if len(natives) == 1 else natives
-        return 200, json.dumps(doc, ensure_ascii=False, separators=(",", ":")).encode()
+        return doc
 
     def _choices(self, base: dict[str, Any]) -> dict[str, Any]:
         is_chat = self._form == "chat"
@@ -3198,6 +3270,17 @@ class Assembly:
                 block["input"] = json.loads(part.text("partial_json") or "{}")
             return block
         return {**block, **{name: block.get(name, "") + part.text(name) for name in part.texts}}
+
+
+def conversation(doc: Mapping[str, Any]) -> tuple[int, ...]:
+    """A prompt as a chain of hashes that another turn of it begins with as well."""
+    messages, prompt = doc.get("messages"), doc.get("prompt")
+    if isinstance(messages, list):
+        parts: list[Any] = [doc.get("tools"), doc.get("system"), *messages]
+    else:
+        text = prompt if isinstance(prompt, str) else repr(prompt or doc.get("input"))
+        parts = [text[start : start + 256] for start in range(0, len(text), 256)]
+    return tuple(hash(repr(part)) for part in parts)
 
 
 # What these ask for is not, or not all, in a stream: it has no probabilities of the last token.
@@ -4442,6 +4525,7 @@ class Upstream:
         self.busy_slots: int | None = None
         self.is_llama = False  # its /props said so
         self.speeds = Speeds()
+        self.held = Slots(0)
         self.attempts = self._looked_at = 0  # how many there were when it was last looked at
         self.on_model: Callable[[], None] = lambda: None  # it runs another one now
         self.is_reachable: bool | None = None
@@ -4625,6 +4709,12 @@ class Upstream:
             self.is_reachable = self.is_healthy = is_reachable
 
     @property
+    def is_mute(self) -> bool:
+        """A llama.cpp that takes connections and does not answer any more."""
+        silent_s = self._loop.time() - self._pulse.answered_at
+        return self.is_llama and silent_s > 2 * LOOK_S + HEALTH_LIMIT_S
+
+    @property
     def is_restarting(self) -> bool:
         """A llama.cpp that has just gone: the user is probably giving it another model."""
         is_gone = self.is_llama and self.is_reachable is False
@@ -4697,6 +4787,7 @@ class Upstream:
             with self.watch(plan.first_s) as watchdog:
                 response = await self.open(call.method, plan.raw_path, plan.headers, plan.body)
                 head = self.head_of(response)
+                self.is_loading = self.is_loading and head.status == 503
                 receive = self._stream if head.is_stream and head.status == 200 else self._gather
                 return await receive(flight, head, response, watchdog, plan)
         except CallerGone:
@@ -4705,13 +4796,16 @@ class Upstream:
             explained = self.explain(error)
             if response is not None and explained.code == "upstream_unreachable":
                 explained = self.explain(aiohttp.ClientPayloadError())
+            if type(error) is TimeoutError and self._has_ended(flight):
+                return None  # only the end of the connection did not come
             if flight.head is not None and not flight.rewind():
                 raise explained from None
             is_refused = isinstance(error, aiohttp.ClientConnectorError)
             is_refused |= isinstance(error, aiohttp.ConnectionTimeoutError)
             # A silent plain call has probably done its work: asking again would pay twice.
             is_silent = type(error) is TimeoutError
-            is_transient = not is_silent or call.is_stream
+            # Nor is a server asked again that answers nobody.
+            is_transient = not is_silent or (call.is_stream and not self.is_mute)
             is_paid = is_silent or response is not None
             return Failure(explained, is_transient, ran_nothing=is_refused, is_paid=is_paid)
         finally:
@@ -4771,7 +4865,8 @@ class Upstream:
         watchdog.limit_s = plan.silence_s
         # It may change length on the way, by the usage chunk or by our error event.
         head.headers.popall("Content-Length", None)
-        events = None if is_coded else Events(plan.asks_usage and not flight.is_merged)
+        takes = plan.asks_usage and not flight.is_merged
+        events = None if is_coded else Events(takes, holds_finish=flight.is_merged)
         flight.begin(head)
         try:
             if begun := events.feed(begun) if events else begun:
@@ -4791,8 +4886,9 @@ class Upstream:
             return None
         if flight.has_failed and flight.is_merged:
             return self._rewound(flight, head)
-        is_cut = not (flight.is_complete or flight.has_failed or is_coded) and flight.size_bytes > 0
-        if is_cut and (flight.is_merged or _ends_with_connection(response)):
+        is_cut = not (flight.is_complete or flight.has_failed or is_coded)
+        may_be_whole = flight.size_bytes == 0 or not _ends_with_connection(response)
+        if is_cut and (flight.is_merged or not may_be_whole):
             raise aiohttp.ClientPayloadError
         return None
 
@@ -4849,6 +4945,14 @@ class Upstream:
         if begun and is_half and _ends_with_connection(response):
             raise aiohttp.ClientPayloadError  # cut before anything was said
         return begun
+
+    def _has_ended(self, flight: Flight) -> bool:
+        """Whether a stream that fell silent had said all before."""
+        head = flight.head
+        if head is None or not head.is_stream or not self._is_whole(flight, head):
+            return False
+        flight.is_complete = True
+        return True
 
     @staticmethod
     def _is_whole(flight: Flight, head: Head) -> bool:
@@ -4961,7 +5065,8 @@ class Upstream:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                if self.is_llama or (self._is_local and self.is_reachable is False):
+                is_awaited = self.is_loading or (self._is_local and self.is_reachable is False)
+                if self.is_llama or is_awaited:
                     await self._look()
                 if self._needs_props and self.is_reachable and not self.is_loading:
                     await self.learn_props()
@@ -5027,6 +5132,7 @@ class Upstream:
         self.slots = _whole(props, "total_slots") or None
         self.is_llama = bool(general) and self.slots is not None
         self._watchdogs.pulse = self._pulse if self.is_llama else None
+        self.held = Slots(self.slots or 0)
         self._looks = ["/slots", "/metrics", "/health"]
         self.context_tokens = _whole(general, "n_ctx") * (self.slots or 0)
         model = Path(str(props.get("model_path", ""))).name
@@ -5933,11 +6039,27 @@ class Sender:
                 flight.permit = await self.enter(choice, flight.timing)
             if self.books.ledger is not None and (not call.id or choice.name):
                 await self.books.stand(call)
-        return await self._attempts(flight, choice)
+        slots, slot = choice.upstream.held, self._slot(call, choice)
+        try:
+            return await self._attempts(flight, choice, slot)
+        finally:
+            if slot is not None:
+                slots.give(slot)
 
-    async def _attempts(self, flight: Flight, choice: Choice) -> Failure | None:
+    def _slot(self, call: Call, choice: Choice) -> int | None:
+        """The slot of llama.cpp that a call shall go to, where it is for us to say."""
+        if self.settings.slot_affinity == "off" or not choice.upstream.is_llama:
+            return None
+        is_ours = call.route is not None and call.route.writes and not call.route.is_free
+        if not is_ours or "id_slot" in call.doc or choice.demand.places > 1:
+            return None
+        return choice.upstream.held.take(conversation(call.doc))
+
+    async def _attempts(
+        self, flight: Flight, choice: Choice, slot: int | None
+    ) -> Failure | None:
         call = flight.leader
-        plan = self.plan(call, choice)
+        plan = self.plan(call, choice, slot)
         began_at, was_refused, loads = self.clock(), False, 0
         while True:
             flight.is_merged |= plan.is_stream and not call.is_stream
@@ -6152,7 +6274,7 @@ class Sender:
             if not remaining and after_s:
                 permit.strike("limit", min(after_s, LONGEST_PAUSE_S))
 
-    def plan(self, call: Call, choice: Choice) -> Plan:
+    def plan(self, call: Call, choice: Choice, slot: int | None = None) -> Plan:
         """How attempts for a call are made."""
         settings, upstream = self.settings, choice.upstream
         if isinstance(settings.timeout, float):
@@ -6163,6 +6285,8 @@ class Sender:
         if choice.name and choice.model != call.model:
             doc = {**doc, "model": choice.model}
             body = with_model(call.doc, choice.model) or body
+        if slot is not None:
+            body = with_fields(body, doc, {"id_slot": slot}) or body
         if self._asks_stream(call, choice):
             streaming = with_fields(body, doc, {"stream": True})
             body, is_stream = streaming or body, is_stream or streaming is not None
@@ -6177,7 +6301,9 @@ class Sender:
         elif call.own_keys:
             raw_path = without_keys(raw_path, call.own_keys, ())
         plan = Plan(raw_path, headers, body, first_s, silence_s, body, is_stream)
+        # llama.cpp tells it in `timings` as well; only who wants a plain answer needs the field.
         may_ask = call.route is not None and call.route.takes_usage and is_stream
+        may_ask = may_ask and (call.is_merged or not call.is_stream or not upstream.is_llama)
         if may_ask and not reports_usage(doc) and upstream.usage_known.get(call.name, True):
             asking = ask_for_usage(body, doc)
             if asking is not None:
@@ -6299,9 +6425,17 @@ class Sender:
                 (usage.prompt, usage.cached, usage.completion, usage.reasoning, usage.written),
                 flight.upstream, call.model, is_deterministic(call.doc),
                 flight.is_merged and head.is_stream,
-                flight.assembly.plain()[1] if flight.assembly is not None else b"",
+                self._assembled(flight),
             )  # fmt: skip
             self.flights.keep(flight.key, kept, self.settings.cache_bytes)
+
+    @staticmethod
+    def _assembled(flight: Flight) -> bytes:
+        """The plain form of its answer, where somebody has asked for that."""
+        with contextlib.suppress(ProxyError):
+            if flight.assembly is not None:
+                return flight.assembly.plain()[1]
+        return b""
 
     @staticmethod
     def _used(flight: Flight, choice: Choice, plain: bytes, is_stream: bool) -> Usage:

@@ -4457,6 +4457,78 @@ async def test_a_plain_call_is_asked_as_a_stream_and_answered_plainly() -> None:
 
 
 @aio
+async def test_timings_come_back_where_the_server_had_put_them() -> None:
+    timings = {"prompt_n": 1, "predicted_n": 3}
+    moved = USAGE_CHUNK[:-3] + b', "timings": ' + json.dumps(timings).encode() + b"}\n\n"
+
+    async def answer(exchange: Exchange) -> None:
+        if "stream_options" in exchange.json:
+            await exchange.stream([*STREAM, moved, DONE])
+        else:  # as the server does without the field
+            end = json.dumps(
+                {**json.loads(STREAM[2][6:]), "timings": timings}, separators=(",", ":")
+            )
+            await exchange.stream([*STREAM[:2], f"data: {end}\n\n".encode(), DONE])
+
+    async with stand_in(answer) as (up, caller):
+        merged = await caller.fetch(ask("a", stream=True))
+        alone = await caller.fetch(ask("b", stream=True, logprobs=True))  # has no plain form
+        assert "stream_options" in up.asked[0].json and "stream_options" not in up.asked[1].json
+        assert merged[2] == alone[2] and b'"timings":{"prompt_n":1' in merged[2]
+        assert caller.counters.tokens_out == 6
+        full = await caller.fetch(ask("a", stream=True, stream_options={"include_usage": True}))
+        assert full[2] == b"".join([*STREAM, moved, DONE]) and up.calls == 2
+
+
+@pytest.mark.parametrize("events", [[], [DONE], [b'data: {"choices":null}\n\n', DONE]])
+@aio
+async def test_a_stream_that_holds_no_answer_is_none(events: list[bytes]) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.stream(events)
+
+    async with stand_in(answer, retries=0) as (_, caller):
+        for _ in range(2):
+            status, _, body = await caller.fetch(ask())
+            assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_incomplete")
+
+
+@aio
+async def test_an_answer_is_whole_when_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmproxy, "LOOK_S", 0.05)
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        for data in [*WHOLE, chunk("late")]:
+            await exchange.part(data)
+        await exchange.gone.wait()  # and never an end
+
+    async with stand_in(answer, timeout=0.3, retries=0) as (_, caller):
+        plain, stream = await asyncio.gather(
+            caller.fetch(ask("a")), caller.fetch(ask("b", stream=True))
+        )
+        assert (plain[0], said(plain[2])) == (200, SAID)
+        assert stream[0] == 200 and b"error" not in stream[2]
+
+
+@aio
+async def test_a_server_that_was_loading_when_it_was_met_is_known_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llmproxy, "LOOK_S", 0.05)
+    async with upstream(reply_stream) as up:
+        loading = {"error": {"code": 503, "message": "Loading model"}}
+        up.health = 503
+        up.facts = {"/health": (503, loading), "/props": (503, loading)}
+        async with proxy(up.base) as caller:
+            await until(lambda: caller.upstream.shown()["state"] == "loading")
+            up.health = 200
+            up.facts = {"/props": (200, PROPS), "/slots": (200, [])}
+            await until(lambda: caller.upstream.is_llama)
+            assert (await caller.fetch(ask()))[0] == 200
+            assert caller.upstream.shown()["state"] == "up"
+
+
+@aio
 async def test_what_cannot_be_a_stream_goes_up_as_it_came() -> None:
     async with stand_in() as (up, caller):
         for more in ({"logprobs": True}, {"stream": "x"}):
@@ -4546,16 +4618,12 @@ async def test_a_plain_caller_gets_the_status_of_an_error_in_the_stream() -> Non
 
 @aio
 async def test_calls_with_a_fallback_share_nothing_across_forms() -> None:
-    async with (
-        upstream() as other,
-        stand_in(reply_stream, upstreams=[], models=[ModelRule("m", fallback=["other"])]) as (
-            up,
-            caller,
-        ),
-    ):
-        del other
-        await asyncio.gather(caller.fetch(ask()), caller.fetch(ask(stream=True)))
-        assert up.calls == 2
+    async def answer(exchange: Exchange) -> None:
+        await exchange.stream(WHOLE)
+
+    async with stand_in(answer, models=[ModelRule("m", fallback=["other"])]) as (up, caller):
+        plain, _ = await asyncio.gather(caller.fetch(ask()), caller.fetch(ask(stream=True)))
+        assert said(plain[2]) == SAID and up.calls == 2
 
 
 @aio
