@@ -331,6 +331,10 @@ def parse_text(text: str) -> str:
     return text if text.strip() else _refuse("a text")
 
 
+def parse_origin(text: str) -> str:
+    return text if text.strip() not in ("", "null") else _refuse("an origin, and never null")
+
+
 def parse_hash(text: str) -> str:
     found = re.fullmatch(r"[0-9a-f]{64}", text.strip().lower())
     return found[0] if found else _refuse("a SHA-256 as 64 hexadecimal digits")
@@ -522,7 +526,7 @@ class Settings:
     max_body: int = setting(64 * 2**20, parse_size, "bytes", "larger requests get 413")
     allow_host: list[str] = setting([], str, "name", text=
         "further Host names accepted on loopback (host.docker.internal)")
-    allow_origin: list[str] = setting([], str, "origin", text=
+    allow_origin: list[str] = setting([], parse_origin, "origin", text=
         "browser origins that may call (https://app.example)")
     keepalive: float | None = setting(None, parse_seconds, "s", also={"off": None}, text=
         "SSE comments to a streaming caller that still waits; later errors then come in-band")
@@ -580,7 +584,8 @@ class Settings:
             if not SETTINGS[name].metadata["live"]:
                 why = "is not live: set it in the file or by flag and restart the daemon"
                 raise ConfigError(f"{where}: {flag_name(name)} {why}")
-            copy.assign(name, typed(value), f"{where}: {flag_name(name)}")
+            texts_ = [] if value is None and SETTINGS[name].metadata["many"] else typed(value)
+            copy.assign(name, texts_, f"{where}: {flag_name(name)}")
             copy.given[name] = where
         return copy
 
@@ -838,6 +843,25 @@ def text_of(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {_why_unreadable(error)}") from None
 
 
+def _first_table(lines: list[str]) -> int:
+    """Where the first table begins; a line of an array may look like one."""
+    for end, line in enumerate(lines):
+        if line.lstrip().startswith("["):
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                tomllib.loads("".join(lines[:end]))
+                return end
+    return len(lines)
+
+
+def _span(lines: list[str], start: int) -> tuple[int, int]:
+    """The lines of a setting that begins at one of them: an array may have several."""
+    for stop in range(start + 1, len(lines) + 1):
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            tomllib.loads("".join(lines[start:stop]))
+            return start, stop
+    return start, start + 1
+
+
 def with_settings(text: str, values: Mapping[str, Any]) -> str:
     """The file with top-level settings as given; None takes one out.
 
@@ -853,22 +877,21 @@ def with_settings(text: str, values: Mapping[str, Any]) -> str:
         if value is not None:
             wanted[key] = value
     lines = text.splitlines(keepends=True)
-    tables = [n for n, line in enumerate(lines) if line.lstrip().startswith("[")]
-    end = min([*tables, len(lines)])
+    end = _first_table(lines)
     head, rest = lines[:end], lines[end:]
     while rest and head and not head[-1].strip():
         rest.insert(0, head.pop())
     for name, value in values.items():
         key = written.get(name, name)
         found = [n for n, line in enumerate(head) if re.match(rf"\s*{re.escape(key)}\s*=", line)]
+        start, stop = _span(head, found[0]) if found else (len(head), len(head))
         if value is None:
-            head = [line for n, line in enumerate(head) if n not in found]
+            del head[start:stop]
             continue
         line = tomli_w.dumps({key: value})
         if found:
-            comment = re.search(r"\s+#[^\"']*$", head[found[0]])
-            line = line.rstrip("\n") + (comment[0] if comment else "\n")
-            head[found[0]] = line
+            comment = re.search(r"\s+#[^\"']*$", head[start]) if stop == start + 1 else None
+            head[start:stop] = [line.rstrip("\n") + (comment[0] if comment else "\n")]
         else:
             head += ([] if not head or head[-1].endswith("\n") else ["\n"]) + [line]
     changed = "".join([*head, *rest])
@@ -3688,9 +3711,12 @@ class Prices:
 
 def _read_prices(path: str) -> dict[str, dict[str, Any]]:
     try:
-        doc = json.loads(Path(path).expanduser().read_bytes())
-    except OSError as error:
-        raise ConfigError(f"prices: {path}: {error.strerror or error}") from None
+        file = Path(path).expanduser()
+        if (file.exists() and not file.is_file()) or file.stat().st_size > FLIGHT_BYTES:
+            raise ConfigError(f"prices: {path}: is no file of at most {FLIGHT_BYTES >> 20} MiB")
+        doc = json.loads(file.read_bytes())
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"prices: {path}: {_why_unreadable(error)}") from None
     except (ValueError, RecursionError):
         raise ConfigError(f"prices: {path}: not valid JSON") from None
     if not isinstance(doc, dict):
@@ -6375,7 +6401,8 @@ class Sender:
             wait_s += random.uniform(0, wait_s)
             wait_s = max(wait_s, asked_s + random.uniform(0, BACKOFF_S) if asked_s else 0.0)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(circuit.opened.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await circuit.opened.wait()
                 raise circuit.error()
         if is_queued:
             chances = max(1, self.settings.retries - choice.attempts + 1)
@@ -7004,6 +7031,9 @@ class Control:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._loaded = dataclasses.replace(gateway.settings)
+        with contextlib.suppress(ConfigError):  # as it was written: mock: has an address by now
+            if gateway.settings.again is not None:
+                self._loaded = gateway.settings.again()
         self.is_paused = False
 
     def change(self, texts: Mapping[str, Any], where: str = "set") -> dict[str, Any]:
@@ -7055,6 +7085,8 @@ class Control:
         check_open(changed)
         self._take(changed)
         self._loaded = dataclasses.replace(old, **new)
+        if old.clients and not fresh.clients:
+            log.warning("no client is left in the file: whoever reaches the port may call")
         rest = [flag_name(name) for name in names if name not in live]
         text = f"changed {', '.join(map(flag_name, live)) or 'nothing'}"
         return text + (f"; wants a restart: {', '.join(rest)}" if rest else "")
@@ -7104,6 +7136,9 @@ class Control:
             gateway.flights.clear()
             return f"forgot {count} kept answers"
         if action == "close":
+            known = ("upstream", "model", "path")
+            if not all(k in known and isinstance(v, str) for k, v in wanted.items()):
+                raise ConfigError(f"close: wants texts of {', '.join(known)}, or nothing for all")
             circuits = [c for c in gateway.sender.circuits.values() if c.state is not State.CLOSED]
             fits = [c for c in circuits if all(c.shown()[k] == v for k, v in wanted.items())]
             for circuit in fits:
@@ -7179,7 +7214,10 @@ class Admin:
                 return {"done": control.act(name.removeprefix("do/"), doc)}
             is_saved = doc.pop("save", False)
             changed = control.change(doc)
-            saved = {"saved": str(control.save(doc))} if is_saved else {}
+            try:
+                saved = {"saved": str(control.save(doc))} if is_saved else {}
+            except ConfigError as error:
+                raise ConfigError(f"changed, but not saved: {error}") from None
             return {"settings": changed, **saved}
         except ConfigError as error:
             raise ProxyError("invalid_request", str(error)) from None
@@ -7484,14 +7522,21 @@ class Gateway:
         flight = self.flights.running.get(key)  # newer than any kept answer
         if flight is not None and not flight.is_overgrown and max_age_s >= 0:
             call.check_model(flight.leader.model)
+            self._log_body(call)
             call.fate, call.body = "joined", b""
             return flight
         if settings.dedup in ("on", "deterministic"):
             found = self.flights.find(key, min(settings.dedup_window, max_age_s))
             if found is not None and (settings.dedup == "on" or found[0].is_deterministic):
                 call.check_model(found[0].model)
+                self._log_body(call)
                 return found
         return None
+
+    def _log_body(self, call: Call) -> None:
+        """What was asked by a call that costs nothing; its answer stands with another."""
+        if self.settings.log_bodies == "on":
+            self.books.bodies(call, call.body, b"")
 
     def _lead(self, call: Call, key: bytes) -> Flight:
         call.check_model(call.model)
@@ -7703,6 +7748,9 @@ def pid_file(path: str | None) -> Iterator[None]:
         yield
         return
     file = Path(path).expanduser()
+    with contextlib.suppress(OSError, ValueError):
+        if is_running(other := int(file.read_text())):
+            log.warning("%s was held by process %s, which still runs", file, other)
     replace_file(file, f"{os.getpid()}\n")
     try:
         yield
@@ -7831,6 +7879,12 @@ async def run(settings: Settings, console: Console | None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
     stderr_log.is_json = settings.log == "json"
+    with pid_file(settings.pid_file):
+        return await _run(settings, console, signals)
+
+
+async def _run(settings: Settings, console: Console | None, signals: asyncio.Queue[int]) -> int:
+    loop = asyncio.get_running_loop()
     async with Daemon(settings) as daemon:
         gateway = daemon.gateway
         if hasattr(signal, "SIGHUP"):
@@ -7841,11 +7895,10 @@ async def run(settings: Settings, console: Console | None) -> int:
         if not is_loopback(settings.host) and not settings.clients:
             log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
         quits = functools.partial(signals.put_nowait, signal.SIGINT)
-        with pid_file(settings.pid_file):
-            notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {daemon.url}")
-            living = asyncio.create_task(keep_notifying())
-            is_second = await _serve(daemon, console, signals, quits)
-            living.cancel()
+        notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {daemon.url}")
+        living = asyncio.create_task(keep_notifying())
+        is_second = await _serve(daemon, console, signals, quits)
+        living.cancel()
         return 1 if is_second else 0
 
 
@@ -8313,9 +8366,10 @@ class Board:
 
     PAST_S = 300
     HELP = (
-        "up/down choose a setting, left/right or -/+ change it, Enter types a value, Esc leaves",
-        "w write the file, r close the open circuit (again: the next), p pause and go on",
-        "c clear kept answers, ? this help, q drain and quit (in `top`: quit)",
+        "up/down choose a setting, left/right or -/+ change it",
+        "Enter types a value, Esc leaves it; w writes the file",
+        "r closes an open circuit, p pauses and goes on",
+        "c clears kept answers, q drains and quits (top: quits)",
     )
 
     def __init__(self, has_keys: bool = False) -> None:
@@ -8327,7 +8381,6 @@ class Board:
         self.work: deque[Callable[[Operator], Awaitable[str]]] = deque()
         self.past: deque[dict[str, float]] = deque(maxlen=self.PAST_S)
         self.flags = [flag_name(n) for n, item in SETTINGS.items() if item.metadata["live"]]
-        self.settings: dict[str, Any] = {}
         self.circuits: list[dict[str, Any]] = []
         self.is_paused = False
         self._before: tuple[float, dict[str, Any]] | None = None
@@ -8338,8 +8391,7 @@ class Board:
 
     def see(self, status: dict[str, Any], now: float) -> None:
         """Take a new status, and once a second what has happened since the last."""
-        self.settings, self.is_paused = status["settings"], status["paused"]
-        self.circuits = status["open_circuits"]
+        self.is_paused, self.circuits = status["paused"], status["open_circuits"]
         if self._before is not None and now - self._before[0] < 1.0:
             return
         if self._before is not None:
@@ -8393,11 +8445,15 @@ class Board:
 
     def _step(self, direction: int) -> None:
         flag = self.flag
-        text = step(flag.replace("-", "_"), self.settings.get(flag), direction)
-        if text is None:
-            self.note = f"{flag}: Enter types a value"
-        else:
-            self.work.append(lambda operator: operator.change(flag, text))
+
+        async def change(operator: Operator) -> str:
+            value = (await operator.status())["settings"][flag]  # of this moment
+            text = step(flag.replace("-", "_"), value, direction)
+            if text is None:
+                return f"{flag}: Enter types a value"
+            return await operator.change(flag, text)
+
+        self.work.append(change)
 
     def _close(self) -> None:
         if not self.circuits:
@@ -8462,6 +8518,7 @@ _KEYS = {
 
 def split_keys(data: str) -> list[str]:
     """Key names and characters of what a terminal sends; unknown sequences are dropped."""
+    data = re.sub(r"\x1b\[200~.*?(\x1b\[201~|$)", "", data, flags=re.DOTALL)  # pasted: no keys
     found = re.findall(r"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])|.", data, re.DOTALL)
     return [_KEYS.get(key, key) for key in found if key in _KEYS or key[0] != "\x1b"]
 
@@ -8473,7 +8530,7 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
         import termios
         import tty
 
-        fd = sys.stdin.fileno()
+        fd = sys.stdin.fileno() if sys.stdin is not None else -1
         before: list[Any] | None = termios.tcgetattr(fd)
         with contextlib.suppress(OSError):  # it does not control us
             if os.tcgetpgrp(fd) != os.getpgrp():  # in the background reading would stop us
@@ -8496,6 +8553,9 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
             press(key)
 
     tty.setcbreak(fd)
+    quiet = termios.tcgetattr(fd)  # Ctrl-Z would leave the shell with our screen
+    quiet[6][termios.VSUSP] = b"\0"
+    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
     try:
         loop.add_reader(fd, read)
         yield True
@@ -8542,8 +8602,9 @@ async def live_table(
                     draw = functools.partial(live.update, view, refresh=True)
                     drawing = loop.run_in_executor(None, draw)
                     await asyncio.shield(drawing)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(pressed.wait(), 0.25)
+                with contextlib.suppress(TimeoutError):  # wait_for may swallow a cancellation
+                    async with asyncio.timeout(0.25):
+                        await pressed.wait()
         finally:  # nothing may be drawn after the screen is given back
             if drawing is not None:
                 await asyncio.wait([drawing], timeout=1.0)
@@ -8975,10 +9036,15 @@ class Bench:
         self.scenes.append(scene)
         return scene
 
+    async def restore(self) -> None:
+        """Leave the mock as one that works."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+            if self.has_mock:
+                await self._mock.set(mode="ok", latency=0.0, rpm=0)
+
     async def _ready(self, limit_s: float = 90.0) -> None:
         """Wait until the proxy has found out that the provider is well, after a fault."""
-        if self.has_mock:
-            await self._mock.set(mode="ok", latency=0.0, rpm=0)
+        await self.restore()
         probe, until = self._scene(self.sides["proxied"], "waiting"), time.monotonic() + limit_s
         while self.has_mock and time.monotonic() < until:
             if await probe.ask(f"{self._nonce} {time.monotonic()}") == 200:
@@ -9104,8 +9170,11 @@ async def run_bench(
             teller = asyncio.create_task(tell())
             try:
                 record["scenarios"].append(await bench.run(name, limit_s))
+            except asyncio.CancelledError:  # Ctrl-C: what is done is worth showing
+                break
             finally:
                 teller.cancel()
+                await bench.restore()
     return record
 
 
@@ -9177,6 +9246,7 @@ def _print_scenes(scenes: list[Scene]) -> None:
 ###############################################################################
 # Rule: reads logs of calls and says what a proxy would have done with them; calls nothing.
 
+LINE_BYTES = 32 * 2**20  # of a log; a longer one is no call
 WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0, "24 h": 86400.0, "all": math.inf}
 
 
@@ -9248,7 +9318,9 @@ class CallLog:
             usage = Usage(round(canonical.size.chars / 3), 0, output, is_estimated=True)
         words = _first_words(body) if self._keeps_words else ""
         at = _instant(doc.get("time_unix", doc.get("timestamp", doc.get("created_at"))))
-        span_s = doc["total_ms"] / 1000 if isinstance(doc.get("total_ms"), (int, float)) else None
+        total_ms: Any = doc.get("total_ms")
+        is_number = type(total_ms) in (int, float) and 0 <= total_ms < 1e12  # NaN is not
+        span_s = total_ms / 1000 if is_number else None
         client = str(doc.get("client") or body.get("user") or "")
         self._put(Logged(key.digest(), model or "", usage, client, at, span_s, words))
 
@@ -9382,11 +9454,13 @@ def _first_words(body: Mapping[str, Any]) -> str:
 
 def _instant(value: Any) -> float | None:
     """Unix seconds of a time as logs write it: seconds, milliseconds or RFC 3339."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return value / 1000 if value > 1e11 else float(value)
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
+        if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)?", value):
             return datetime.fromisoformat(value).timestamp()
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            number = float(value)
+            if 0 < number < 1e15:
+                return number / 1000 if number > 1e11 else number
     return None
 
 
@@ -9397,7 +9471,9 @@ def log_lines(path: str) -> Iterator[bytes]:
         OSError, sqlite3.Error, EOFError, zlib.error: it cannot be read.
     """
     with contextlib.ExitStack() as stack:
-        file: Any = sys.stdin.buffer  # both kinds can peek
+        if path == "-" and sys.stdin is None:
+            raise OSError("stdin is closed")
+        file: Any = sys.stdin.buffer if path == "-" else None  # both kinds can peek
         if path != "-":
             file = stack.enter_context(Path(path).open("rb"))
         begun = file.peek(16)
@@ -9407,7 +9483,14 @@ def log_lines(path: str) -> Iterator[bytes]:
             for row in db.execute(sql):
                 yield json.dumps(dict(row)).encode()
             return
-        yield from gzip.GzipFile(fileobj=file) if begun[:2] == b"\x1f\x8b" else file
+        plain: Any = gzip.GzipFile(fileobj=file) if begun[:2] == b"\x1f\x8b" else file
+        while line := plain.readline(LINE_BYTES):
+            if len(line) < LINE_BYTES:
+                yield line
+                continue
+            while line and not line.endswith(b"\n"):  # what is so long is passed over
+                line = plain.readline(LINE_BYTES)
+            yield b"too long"
 
 
 def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
@@ -9428,8 +9511,8 @@ def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
     for w in report["windows"]:
         more = w["tokens_saved_shared"] - w["tokens_saved"]
         print(f"  {w['window']:8}{w['same_client']:12}{w['share']:8.1%}"
-              f"{_short(w['tokens_saved']):>9}{w['usd_saved']:11.4f}{w['other_client']:15}"
-              f"{_short(more):>9}{w['usd_saved_shared'] - w['usd_saved']:11.4f}")  # fmt: skip
+              f"{_short(w['tokens_saved']):>9}{w['usd_saved']:11.5f}{w['other_client']:15}"
+              f"{_short(more):>9}{w['usd_saved_shared'] - w['usd_saved']:11.5f}")  # fmt: skip
     if report["unpriced_calls"]:
         print(f"  {report['unpriced_calls']} calls have no price; see --price and --prices")
     if report["has_times"]:
@@ -9553,7 +9636,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def _cmd_bench(args: argparse.Namespace) -> int:
     if args.compare:
-        _plain_console().print(compare_table(*map(_record, args.compare)))
+        one, two = map(_record, args.compare)
+        try:
+            table = compare_table(one, two)
+        except ODD_JSON:
+            raise ConfigError("--compare: these are no records of llmproxy bench") from None
+        _plain_console().print(table)
         return 0
     try:
         speed, limit_s = float(args.speed), parse_seconds(args.limit)
@@ -9570,11 +9658,13 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         settings = _settings_of(args)
         if args.url is None:
-            settings.upstream, settings.upstreams, settings.keys = "mock:", [], []
+            if "upstream" not in settings.given:
+                settings.upstream, settings.upstreams, settings.keys = "mock:", [], []
             settings.clients, settings.port, settings.state = [], 0, "none"
             log.setLevel(logging.ERROR)  # the faults are on purpose
             daemon = await stack.enter_async_context(Daemon(settings))
-            proxy, upstream, shown = daemon.url, settings.upstream, settings.shown()
+            proxy, shown = daemon.url, settings.shown()
+            upstream = daemon.gateway.sender.upstreams[0].base
             control = daemon.gateway.control
         else:
             remote = _remote(args, args.url)
@@ -9594,6 +9684,8 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
             raise ConfigError(f"bench: {why}")
         _may_cost(args, upstream, names)
         record = await run_bench(bench, names, limit_s, shown)
+    if len(record["scenarios"]) < len(names):
+        print("interrupted; these were done", file=sys.stderr)
     if args.save:
         path = _records() / f"{record['began'].replace(':', '')}.json"
         replace_file(path, json.dumps(record, indent=1))
@@ -9642,7 +9734,7 @@ def _record(name: str) -> dict[str, Any]:
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=(
-        "JSONL or JSONL.gz, - for stdin: OpenAI batch input or output, lists of conversations "
+        "JSONL or JSONL.gz, - for stdin: OpenAI batch input, lists of conversations "
         "(WildChat), bodies with time_unix and client; or a ledger kept with log-bodies"))
     add("--show", action="store_true", help="show the first words of what is repeated most")
     add("--json", action="store_true", help="print JSON")
@@ -9996,12 +10088,13 @@ def _change_keys(args: argparse.Namespace, path: Path) -> int:
         raise ConfigError(f"{path}: client {args.name} {why}")
     if args.verb == "revoke":
         replace_file(path, without_client(text, args.name))
-        print(f"revoked {args.name} in {path}; restart the daemon")
+        print(f"revoked {args.name} in {path}; SIGHUP or restart the daemon")
         return 0
     key = f"llmp-{secrets.token_urlsafe(32)}"
     replace_file(path, with_client(text, args.name, hashlib.sha256(key.encode()).hexdigest()))
     print(key)
-    print(f"this key is shown once; its hash is in {path}; restart the daemon", file=sys.stderr)
+    said = f"this key is shown once; its hash is in {path}; SIGHUP or restart the daemon"
+    print(said, file=sys.stderr)
     return 0
 
 
@@ -10009,7 +10102,8 @@ def _change_keys(args: argparse.Namespace, path: Path) -> int:
 COMPLETIONS = {
     "bash": """_llmproxy() {
   local words; words=$(llmproxy completion words -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
-  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
+  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]#=}"))
+  [[ ${COMPREPLY-} == *= ]] && compopt -o nospace
 }
 complete -o default -F _llmproxy llmproxy
 """,
@@ -10019,7 +10113,7 @@ _llmproxy() {
   found=(${(f)"$(llmproxy completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)"})
   compadd -a found; _files
 }
-compdef _llmproxy llmproxy
+if [[ $funcstack[1] == _llmproxy ]]; then _llmproxy "$@"; else compdef _llmproxy llmproxy; fi
 """,
     "fish": "complete -c llmproxy -a '(llmproxy completion words -- "
     "(commandline -opc)[2..] (commandline -ct))'\n",
@@ -10038,6 +10132,15 @@ def _cmd_completion(args: argparse.Namespace) -> int:
 def completions(words: list[str]) -> list[str]:
     """What may stand where the last of these words does."""
     begun = words[-1] if words else ""
+    if words[:1] == ["set"] and "=" in "".join(words[-2:]):
+        is_apart = "=" in words[-2:]  # as bash takes it: name, =, value
+        name, _, begun = ("".join(words[-2:]) if is_apart else begun).rpartition("=")
+        name = words[words.index("=") - 1] if is_apart else name
+        item = SETTINGS.get(name.replace("-", "_"))
+        values = [] if item is None else [*item.metadata["also"]]
+        values += [] if item is None else getattr(item.metadata["parse"], "choices", ())
+        prefix = "" if is_apart else f"{name}="
+        return [prefix + value for value in values if value.startswith(begun)]
     known = [*COMMANDS, "--version", "--help"] if len(words) < 2 else []
     command = words[0] if words and words[0] in COMMANDS else "serve"
     parser, add = _Parser(prog=command), COMMANDS[command][1]
@@ -10128,6 +10231,9 @@ def _console(live: str) -> Console | None:
     """A console for the live table, or None where there shall be none."""
     if live == "off" or (live == "auto" and not sys.stdout.isatty()):
         return None
+    with contextlib.suppress(OSError, AttributeError):
+        if live == "auto" and os.tcgetpgrp(sys.stdout.fileno()) != os.getpgrp():
+            return None  # in the background: the screen is somebody else's
     from rich.console import Console
 
     return Console(force_terminal=True if live == "on" else None)
@@ -10162,6 +10268,7 @@ def main(argv: list[str] | None = None) -> int:
             name, help=text, description=text, epilog=NOTES.get(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
+        sub.add_argument("--version", action="version", version=f"llmproxy {__version__}")
         sub.set_defaults(run=command, parser=sub)
         if add is not None:
             add(sub)

@@ -552,7 +552,9 @@ def test_admin_key_is_never_shown() -> None:
          "rpm = 9\ntpm = 5\n\n[model.m]\nretry = 'never'\n"),
         ("[client.a]\nrpm = 1\n", {"rpm": 2}, "rpm = 2\n[client.a]\nrpm = 1\n"),
         ("no_newline = 1", {"rpm": 2}, "no_newline = 1\nrpm = 2\n"),
-        ("price = [\n  'a=1/2',\n]\n", {"price": ["b=1/2"]}, None),
+        ("# c\nprice = [  # d\n  'a=1/2',\n]\nrpm = 1 # e\n", {"price": ["b=1/2"], "tpm": 3},
+         '# c\nprice = [\n    "b=1/2",\n]\nrpm = 1 # e\ntpm = 3\n'),
+        ("a = [\n[1],\n]\n[model.m]\n", {"rpm": 2}, "a = [\n[1],\n]\nrpm = 2\n[model.m]\n"),
         ('name = """\nrpm = 5\n"""\n', {"rpm": 2}, None),
         ("a = { rpm = 1 }\n", {"rpm": 2}, "a = { rpm = 1 }\nrpm = 2\n"),
     ],
@@ -4503,9 +4505,8 @@ async def test_an_answer_is_whole_when_it_says_so(monkeypatch: pytest.MonkeyPatc
         await exchange.gone.wait()  # and never an end
 
     async with stand_in(answer, timeout=0.3, retries=0) as (_, caller):
-        plain, stream = await asyncio.gather(
-            caller.fetch(ask("a")), caller.fetch(ask("b", stream=True))
-        )
+        answers = await asyncio.gather(caller.fetch(ask("a")), caller.fetch(ask("b", stream=True)))
+        plain, stream = answers
         assert (plain[0], said(plain[2])) == (200, SAID)
         assert stream[0] == 200 and b"error" not in stream[2]
 
@@ -4622,8 +4623,8 @@ async def test_calls_with_a_fallback_share_nothing_across_forms() -> None:
         await exchange.stream(WHOLE)
 
     async with stand_in(answer, models=[ModelRule("m", fallback=["other"])]) as (up, caller):
-        plain, _ = await asyncio.gather(caller.fetch(ask()), caller.fetch(ask(stream=True)))
-        assert said(plain[2]) == SAID and up.calls == 2
+        answers = await asyncio.gather(caller.fetch(ask()), caller.fetch(ask(stream=True)))
+        assert [said(data) for _, _, data in answers] == [SAID] * 2 and up.calls == 2
 
 
 @aio
@@ -6377,7 +6378,7 @@ def test_interactive_table_fits(width: int, height: int, shows_help: bool) -> No
     assert len(lines) <= height and all(len(line) <= width for line in lines), text
     for word in ("> timeout", "12_", "calls/s", "2/4 slots busy", "41 tok/s"):
         assert word in text, (word, text)
-    assert ("w write" in text) is shows_help and re.search("[▁▂▃▄▅▆▇█]{3}", text)
+    assert ("w writes" in text) is shows_help and re.search("[▁▂▃▄▅▆▇█]{3}", text)
 
 
 @pytest.mark.parametrize(
@@ -6404,9 +6405,10 @@ def test_a_step_is_sensible_and_can_be_used(name: str, value: Any, up: str, down
 
 
 def test_keys_are_told_apart_whatever_a_terminal_sends() -> None:
-    keys = llmproxy.split_keys("\x1b[A\x1bOBq\x1b[1;5C\x1b[200~x\x1b[201~\r\x7f?世\x1b[C")
+    keys = llmproxy.split_keys("\x1b[A\x1bOBq\x1b[1;5Cx\r\x7f?世\x1b[C")
     assert keys == ["up", "down", "q", "x", "enter", "backspace", "?", "世", "right"]
     assert llmproxy.split_keys("\x1b") == ["esc"]
+    assert llmproxy.split_keys("\x1b[200~hello wq\x1b[201~p") == ["p"]  # pasted text is no keys
 
 
 @aio
@@ -6424,6 +6426,7 @@ async def test_board_turns_keys_into_work() -> None:
 
         settings = caller.gateway.settings
         assert await press("right") == "timeout = 50.0" and settings.timeout == 50
+        assert await press("right", "left", "left", "right") == "timeout = 50.0"
         assert settings.given["timeout"] == "the table"  # by hand: it is meant literally
         assert "wants seconds" in await press("enter", "x", "enter")
         assert settings.timeout == 50
@@ -6440,8 +6443,7 @@ async def test_board_turns_keys_into_work() -> None:
         assert await press("c") == "forgot 0 kept answers"
         while board.flag != "price":
             board.press("up")
-        board.press("+")
-        assert "Enter types" in board.note
+        assert "Enter types" in await press("+")
         board.press("q")
         assert board.is_over
 
@@ -6522,7 +6524,7 @@ def test_keys_on_a_terminal_change_the_running_daemon(tmp_path: Path) -> None:
         url = re.search(r"http://127\.0\.0\.1:\d+", terminal.seen)
         assert url is not None
         for keys, shown in (
-            (b"?", "w write"), (b"\x1b[C", "timeout = 50.0"), (b"\x1b[B\x1b[B", "connect-timeout"),
+            (b"?", "w writes the file"), (b"\x1b[C", "timeout = 50.0"), (b"\x1b[B\x1b[B", "connect-timeout"),
             (b"\r2.5\r", "connect-timeout = 2.5"), (b"\rx\r", "wants seconds"), (b"p", "paused"),
             (b"p", "going on"), (b"w", "saved in"),
         ):  # fmt: skip
@@ -7193,11 +7195,14 @@ def test_replay_reads_batches_conversations_and_the_ledger(tmp_path: Path) -> No
         (["set", "queue-"], ["queue-size=", "queue-timeout="]), (["get", "por"], ["port"]),
         (["bench", "--only", "h"], ["herd", "hang"]), (["key", "n"], ["new"]),
         (["spend", "--by", ""], ["model", "client", "task", "day"]), ([], ["serve"]),
+        (["set", "dedup=inf"], ["dedup=inflight"]), (["set", "timeout", "=", "a"], ["auto"]),
+        (["set", "timeout", "="], ["auto"]),
     ],
 )  # fmt: skip
 def test_completion_knows_commands_flags_and_values(typed: list[str], wanted: list[str]) -> None:
     found = llmproxy.completions(typed)
-    assert set(wanted) <= set(found) and all(w.startswith((typed or [""])[-1]) for w in found)
+    begun = "" if typed[-1:] == ["="] else (typed or [""])[-1]
+    assert set(wanted) <= set(found) and all(word.startswith(begun) for word in found)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -7784,9 +7789,43 @@ def is_annotation(tree: ast.AST, name: ast.Name) -> bool:
     return False
 
 
+async def picture(width: int = 100, height: int = 34) -> str:
+    """The README's picture: a minute of four clients on a real llama.cpp."""
+    from rich.console import Console
+
+    async def client(caller: Caller, number: int) -> None:
+        rng = random.Random(number)
+        while True:
+            body = ask(f"Tell me about {rng.choice(['bees', 'the sea', 'trees', 'stars'])}.")
+            body |= {"model": "smollm2", "max_tokens": rng.choice([20, 60, 120])}
+            await caller.fetch({**body, "stream": rng.random() < 0.5, "seed": rng.randint(1, 6)})
+            await asyncio.sleep(rng.uniform(0, 1.5))
+
+    with llama(0, 4, 8192) as (_, base):
+        await ready(base)
+        async with proxy(base, concurrency="auto", upstream_stream="auto") as caller:
+            board, operator = llmproxy.Board(has_keys=True), llmproxy.Operator(caller.gateway)
+            board.chosen = board.flags.index("concurrency")
+            clients = [asyncio.create_task(client(caller, n)) for n in range(6)]
+            for _ in range(60):
+                status = await operator.status()
+                board.see(status, time.monotonic())
+                await asyncio.sleep(1.01)
+            view = llmproxy.render(status, "http://127.0.0.1:4000", width, height, board)
+            for task in clients:
+                task.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+    console = Console(record=True, width=width, height=height, file=io.StringIO())
+    console.print(view)
+    return console.export_svg(title="llmproxy").replace(base, "http://127.0.0.1:8080")
+
+
 if __name__ == "__main__":
     text = readme()
     for name, table in BLOCKS.items():
         text = block(name).sub(lambda _, table=table: table(), text)  # type: ignore[misc]
         text = text.replace(f"|<!-- /{name}", f"|\n<!-- /{name}")
     (HERE / "README.md").write_text(text, "utf-8")
+    if "--picture" in sys.argv:
+        (HERE / ".docs").mkdir(exist_ok=True)
+        (HERE / ".docs" / "table.svg").write_text(asyncio.run(picture()))
