@@ -6449,6 +6449,33 @@ async def test_board_turns_keys_into_work() -> None:
 
 
 @aio
+async def test_prices_are_read_from_files_of_a_sane_size_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b" " * (llmproxy.FLIGHT_BYTES + 1))
+    async with proxy() as caller:
+        for name in ("pipe", "large", ".", "absent"):
+            with pytest.raises(llmproxy.ConfigError, match="prices: "):
+                caller.gateway.control.change({"prices": str(tmp_path / name), "retries": 9})
+        with pytest.raises(llmproxy.ConfigError):
+            caller.gateway.control.change({"prices": "/dev/zero"})
+        assert caller.gateway.settings.retries == 2 and caller.gateway.settings.prices is None
+
+
+@aio
+async def test_what_cannot_be_saved_is_said_to_be_changed(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("not toml")
+    async with proxy() as caller:
+        caller.gateway.settings.path = tmp_path / "c.toml"
+        url = caller.url + "/_llmproxy/settings"
+        async with caller.session.patch(url, json={"retries": 7, "save": True}) as response:
+            said_ = (await response.json())["error"]["message"]
+        assert "changed, but not saved" in said_ and caller.gateway.settings.retries == 7
+        for bad in ({"foo": "x"}, {"path": 1}):
+            with pytest.raises(llmproxy.ConfigError, match="close: wants"):
+                caller.gateway.control.act("close", bad)
+
+
+@aio
 async def test_a_change_acts_on_those_who_wait_and_drops_nobody() -> None:
     release = asyncio.Event()
 
@@ -6526,7 +6553,7 @@ def test_keys_on_a_terminal_change_the_running_daemon(tmp_path: Path) -> None:
         for keys, shown in (
             (b"?", "w writes the file"), (b"\x1b[C", "timeout = 50.0"), (b"\x1b[B\x1b[B", "connect-timeout"),
             (b"\r2.5\r", "connect-timeout = 2.5"), (b"\rx\r", "wants seconds"), (b"p", "paused"),
-            (b"p", "going on"), (b"w", "saved in"),
+            (b"p", "going on"), (b"c", "forgot 0"), (b"\x1a", "calls/s"), (b"w", "saved in"),
         ):  # fmt: skip
             os.write(terminal.fd, keys)
             terminal.wait_for(shown)
@@ -7142,6 +7169,9 @@ def test_replay_counts_repeats_by_window_and_client(tmp_path: Path) -> None:
     assert json.loads(said_by("replay", "-", "--json", input=data))["calls"] == 7
     text = said_by("replay", str(log))
     assert "7 calls, 2 different" in text and "5 min" in text and "x\n" not in text
+    odd = [call_line(5, "x", total_ms=float("nan")), call_line(float("inf"), "x", total_ms=-1)]
+    (tmp_path / "odd").write_text("\n".join([*odd, call_line(1, "y", time_unix="1700000000.5")]))
+    assert json.loads(said_by("replay", str(tmp_path / "odd"), "--json"))["calls"] == 3
     for name, bad in (("cut.gz", data[:-9]), ("empty", b""), ("noise", b"\0\xff" * 99)):
         (tmp_path / name).write_bytes(bad)
         assert fails("replay", str(tmp_path / name))[0] == 1
@@ -7180,11 +7210,15 @@ def test_replay_reads_batches_conversations_and_the_ledger(tmp_path: Path) -> No
         async with upstream() as up, proxy(up.base, state=state, log_bodies="on") as caller:
             for prompt in ("one", "one", "two"):
                 await caller.fetch(ask(prompt), headers={"Cache-Control": "no-store"})
+            assert await caller.fate(ask("three")) == "miss"
+            assert (
+                await caller.fate(ask("three")) == "hit"
+            )  # kept without bodies it would be missed
 
     asyncio.run(asked())
     report = json.loads(said_by("replay", str(tmp_path / "l.db"), "--json"))
-    assert (report["calls"], report["different"], report["tokens"]) == (3, 2, 30)
-    assert report["windows"][0]["same_client"] == 1
+    assert (report["calls"], report["different"], report["tokens"]) == (5, 3, 50)
+    assert report["windows"][0]["same_client"] == 2
 
 
 @pytest.mark.parametrize(
