@@ -817,7 +817,7 @@ def _why_unreadable(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
+def only_one(path: Path, waits: bool = True) -> Iterator[None]:
     """Let one process at a time read and replace a file, where the system has such locks."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -828,7 +828,10 @@ def only_one(path: Path) -> Iterator[None]:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise ConfigError(f"{path}: another process is changing it") from None
         yield
     finally:
         os.close(handle)
@@ -1435,7 +1438,7 @@ class Gate:
     def leave(self, permit: Permit) -> None:
         self.permits.discard(permit)
         if self.adaptive is not None:
-            is_full = self.taken >= self.slots and bool(self._queue)
+            is_full = bool(self._queue) and not self._fits_slots(self._queue[0].demand)
             self.slots = self.adaptive.done(permit.work, is_full)
         self.running -= 1
         self.taken -= permit.places
@@ -1841,6 +1844,7 @@ class Adaptive:
         self._direction = 1
         self._rest = self._patience = 1  # windows until the next try, and after it
         self._skipped = level  # answers of calls that began at another level
+        self._calm = 0  # answers until a 429 is another overload than the last
         self._answers = 0
         self._work = 0.0
         self._began_at = 0.0
@@ -1855,6 +1859,9 @@ class Adaptive:
 
     def done(self, work: float, is_full: bool) -> int:
         """A call has ended. `is_full`: the level held others back. Returns the level from now."""
+        self._calm -= 1
+        if not work:  # it came to nothing: that says nothing of the level
+            return self.level
         if not is_full:
             self._answers = 0
             return self.level
@@ -1873,7 +1880,8 @@ class Adaptive:
 
     def overloaded(self) -> int:
         """The upstream says that it is too much, once for all calls that were with it."""
-        if self._skipped <= 0:
+        if self._calm <= 0:
+            self._calm = self.level
             self._is_climbing = False
             self._rates.clear()
             self._best = max(1, self.level * 3 // 4)
@@ -1931,8 +1939,16 @@ class Pulse:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self.answered_at = self.moved_at = self.asked_at = -math.inf
+        self._open_at = -math.inf  # the first question since it answered last
         self.is_busy = False
         self._seen: Any = None
+
+    def ask(self) -> None:
+        """It is asked."""
+        now = self._clock()
+        if self.asked_at <= self.answered_at:
+            self._open_at = now
+        self.asked_at = now
 
     def saw(self, is_busy: bool, seen: Any) -> None:
         """It has answered; `seen` is whatever moves on while it works."""
@@ -1943,9 +1959,13 @@ class Pulse:
 
     def is_over(self, heard_at: float, limit_s: float, now: float) -> bool:
         """Whether a call that was last heard at `heard_at` is to be given up."""
-        dead_s = min(limit_s, self.DEAD_S)
-        if self.asked_at > heard_at and now - max(heard_at, self.answered_at) >= dead_s:
-            return True
+        life_at = max(heard_at, self.answered_at)
+        if self.asked_at > life_at:  # it is being asked, and has half a second to answer
+            dead_s = min(limit_s, self.DEAD_S)
+            open_s = now - max(self._open_at, heard_at)
+            return now - life_at >= dead_s and open_s >= min(0.5, dead_s)
+        if self.answered_at < heard_at:  # it has not been looked at since
+            return now - heard_at >= max(limit_s, 2 * LOOK_S)
         is_working = self.is_busy and now - max(heard_at, self.moved_at) < self.STUCK_S
         return now - heard_at >= limit_s and not is_working
 
@@ -2109,6 +2129,14 @@ class Circuit:
         elif self.is_sick:
             self.is_sick = False
             self._trial_at = self._clock()
+
+    async def opens_within(self, wait_s: float) -> bool:
+        """Wait so long before a further attempt; True, and at once, where the circuit opens."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self.opened.wait()
+            return True
+        return False
 
     def close(self) -> None:
         """The operator knows that it is well again."""
@@ -3034,13 +3062,17 @@ class Events:
         self._seam = b""  # the last bytes of what is held
 
     def feed(self, chunk: bytes) -> bytes:
-        if self._holds_finish and _FINISH.search(chunk) and b"[DONE]" not in chunk:
-            self._held.append(chunk)  # what it may have to be joined with comes next
-            self._held_bytes += len(chunk)
-            self._seam = chunk[-3:]
+        whole = chunk
+        if self._held or not chunk.endswith(b"\n\n"):
+            whole = self._whole(chunk)
+        if self._holds_finish and _FINISH.search(whole, max(0, whole.rfind(b"\n\n", 0, -2))):
+            data = b"".join([whole, *self._held])  # its last event may be joined with the next
+            self._held, self._held_bytes, self._seam = [data], len(data), data[-3:]
             return b""
-        if not self._held and chunk.endswith(b"\n\n"):
-            return self._take(chunk) if self.takes_usage else chunk
+        return self._take(whole) if self.takes_usage else whole
+
+    def _whole(self, chunk: bytes) -> bytes:
+        """The whole events of what is held and a chunk; the rest is held."""
         seam = self._seam  # an end may lie across chunks
         end = last_event_end(seam + chunk)
         self._seam = (seam + chunk)[-3:]
@@ -3054,7 +3086,7 @@ class Events:
         if cut < len(data):
             self._held, self._held_bytes = [data[cut:]], len(data) - cut
         self._seam = data[cut:][-3:]
-        return self._take(data[:cut]) if self.takes_usage else data[:cut]
+        return data[:cut]
 
     def rest(self) -> bytes:
         """What a stream that ended without a blank line still had to say."""
@@ -3160,8 +3192,10 @@ class Assembly:
         self._counts: dict[int, dict[str, Any]] = {}  # usage and timings, by choice
         self._ended = 0  # the choice that ended last: a usage after it is its own
         self._is_over = False
+        self._made = b""  # once for all callers
 
     def feed(self, data: bytes) -> None:
+        self._made = b""
         *events, self._rest = EVENT_END.split(self._rest + data)
         for event in events:
             self._is_over = self._is_over or bool(_DONE.search(event))
@@ -3229,8 +3263,10 @@ class Assembly:
         if self._error is not None:
             return self._error
         with contextlib.suppress(*ODD_JSON):
-            if self._form or self._base:
-                return 200, compact(self._whole())
+            if not self._made and (self._form or self._base):
+                self._made = compact(self._whole())
+        if self._made:
+            return 200, self._made
         raise ProxyError("upstream_incomplete", "the upstream's stream holds no answer")
 
     def _whole(self) -> Any:
@@ -4551,7 +4587,7 @@ class Upstream:
         self.busy_slots: int | None = None
         self.is_llama = False  # its /props said so
         self.speeds = Speeds()
-        self.held = Slots(0)
+        self.affinity = Slots(0)
         self.attempts = self._looked_at = 0  # how many there were when it was last looked at
         self.on_model: Callable[[], None] = lambda: None  # it runs another one now
         self.is_reachable: bool | None = None
@@ -4721,7 +4757,7 @@ class Upstream:
             except (aiohttp.ServerDisconnectedError, ConnectionError):
                 if not is_used or time.monotonic() - sent_at > STALE_CONNECTION_S:
                     raise
-                self._needs_props = self.is_llama  # it may be another process by now
+                self._needs_props |= self.is_llama  # it may be another process by now
                 connector = self._single  # once, and surely on a fresh one
 
     def _reached(self, is_reachable: bool, message: str = "") -> None:
@@ -4731,7 +4767,8 @@ class Upstream:
                 log.warning("%s", message or f"{self.base} is reachable")
             if self.is_reachable:
                 self._left_at = time.monotonic()
-            self._needs_props = self._needs_props or self.is_llama or self._is_local
+            self._needs_props |= self.is_llama or self._is_local
+            self.is_loading &= is_reachable
             self.is_reachable = self.is_healthy = is_reachable
 
     @property
@@ -5101,7 +5138,7 @@ class Upstream:
 
     async def _look(self) -> None:
         """Is it there, and does it get on? An idle one is asked for its health only."""
-        self._pulse.asked_at = self._loop.time()
+        self._pulse.ask()
         is_idle = not self.gate.running and self.attempts == self._looked_at
         if not self.is_llama or is_idle:
             if await self.is_alive():
@@ -5116,20 +5153,26 @@ class Upstream:
             self.is_healthy = False
             return
         self.is_healthy = True
-        if status == 200 and path == "/slots":
-            self._read_slots(body)
-        elif status == 200 and path == "/metrics":
+        if status == 200 and path == "/slots" and self._read_slots(body):
+            return
+        if status == 200 and path == "/metrics":
             counts = dict(re.findall(rb"^llamacpp:(\w+) (\S+)", body, re.MULTILINE))
             moving = counts.get(b"prompt_tokens_total"), counts.get(b"tokens_predicted_total")
             self._pulse.saw(counts.get(b"requests_processing") != b"0", moving)
         else:
             self._pulse.saw(True, None)
-            if status in (401, 403, 404, 501) and len(self._looks) > 1:
+            if len(self._looks) > 1:
                 self._looks.pop(0)
 
-    def _read_slots(self, body: bytes) -> None:
-        """The counts of each slot; a batch of a prompt is counted when it is through."""
-        found = json.loads(body)
+    def _read_slots(self, body: bytes) -> bool:
+        """The counts of each slot; a batch of a prompt is counted when it is through.
+
+        False where this is not what llama.cpp says.
+        """
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            return False
         slots = [s for s in found if isinstance(s, dict)] if isinstance(found, list) else []
         busy = [slot for slot in slots if slot.get("is_processing")]
         seen = [
@@ -5139,6 +5182,7 @@ class Upstream:
         self._pulse.saw(bool(busy), seen)
         self.busy_slots = len(busy)
         self.context_used = sum(_whole(slot, "n_prompt_tokens") for slot in slots)
+        return True
 
     async def learn_props(self) -> None:
         """What a llama.cpp server says of itself: slots, context, and the model it runs."""
@@ -5155,13 +5199,14 @@ class Upstream:
 
     def _take_props(self, props: dict[str, Any]) -> None:
         general = _inner(props, "default_generation_settings")
+        slots, model = self.slots, Path(str(props.get("model_path", ""))).name
         self.slots = _whole(props, "total_slots") or None
         self.is_llama = bool(general) and self.slots is not None
         self._watchdogs.pulse = self._pulse if self.is_llama else None
-        self.held = Slots(self.slots or 0)
         self._looks = ["/slots", "/metrics", "/health"]
         self.context_tokens = _whole(general, "n_ctx") * (self.slots or 0)
-        model = Path(str(props.get("model_path", ""))).name
+        if (self.slots, model) != (slots, self.model):
+            self.affinity = Slots(self.slots or 0)
         if model != self.model and self.model:
             log.warning("%s runs %s now", self.base, printable(model))
             self.on_model()
@@ -5484,10 +5529,10 @@ class Books:
     def change(self, settings: Settings) -> None:
         """Take prices and budgets of changed settings. Raises ConfigError; nothing was changed."""
         self.prices = Prices(settings)
-        if self.budgets.limit(settings) and self.ledger is not None:
-            found = self._read_spent()
-            if found is not None:
-                self._take_up(found)
+        new = self.budgets.limit(settings)
+        found = self._read_spent() if new and self.ledger is not None else None
+        if found is not None:  # what others have spent already counts as it is
+            self._spend(new, found[0])
 
     def start(self) -> None:
         if self.ledger is not None:
@@ -5521,13 +5566,17 @@ class Books:
         spent, tasks = found
         self.today.roll(self._now())
         self.today.spent = sum(spent["day"].values())
-        for client, budgets in [("", self.budgets.of_all), *self.budgets.of_client.items()]:
-            for budget in budgets:
-                budget.roll(self._now())
-                by_client = spent[budget.window]
-                budget.spent = by_client.get(client, 0) if client else sum(by_client.values())
+        self._spend(self.budgets.all(), spent)
         for client, name, limit, tokens in tasks:
             self.budgets.new_task(client, name, limit).spent = tokens
+
+    def _spend(self, budgets: list[Budget], spent: dict[str, dict[str, int]]) -> None:
+        """Set what budgets have spent, from the sums of the ledger by window and client."""
+        of = {id(b): name for name, owned in self.budgets.of_client.items() for b in owned}
+        for budget in budgets:
+            budget.roll(self._now())
+            by_client, name = spent[budget.window], of.get(id(budget))
+            budget.spent = sum(by_client.values()) if name is None else by_client.get(name, 0)
 
     def close(self) -> None:
         if self.ledger is not None:
@@ -6065,7 +6114,7 @@ class Sender:
                 flight.permit = await self.enter(choice, flight.timing)
             if self.books.ledger is not None and (not call.id or choice.name):
                 await self.books.stand(call)
-        slots, slot = choice.upstream.held, self._slot(call, choice)
+        slots, slot = choice.upstream.affinity, self._slot(call, choice)
         try:
             return await self._attempts(flight, choice, slot)
         finally:
@@ -6079,7 +6128,7 @@ class Sender:
         is_ours = call.route is not None and call.route.writes and not call.route.is_free
         if not is_ours or "id_slot" in call.doc or choice.demand.places > 1:
             return None
-        return choice.upstream.held.take(conversation(call.doc))
+        return choice.upstream.affinity.take(conversation(call.doc))
 
     async def _attempts(
         self, flight: Flight, choice: Choice, slot: int | None
@@ -6088,6 +6137,9 @@ class Sender:
         plan = self.plan(call, choice, slot)
         began_at, was_refused, loads = self.clock(), False, 0
         while True:
+            if flight.is_merged and not plan.is_stream:  # its other form cannot be made of this
+                self.flights.land(flight)
+                flight.is_merged = call.may_keep = False
             flight.is_merged |= plan.is_stream and not call.is_stream
             failure = await self._attempt(flight, choice, plan)
             if failure is None:
@@ -6101,6 +6153,7 @@ class Sender:
                 await choice.upstream.wait_ready(self.settings.queue_timeout - waited_s)
                 await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
                 loads += 1
+                plan = self.plan(call, choice)  # it may be another server, with other slots
                 continue
             if plan.asks_usage and self._refuses_usage(failure, choice, call.name):
                 self._uncount(flight, choice)
@@ -6311,11 +6364,10 @@ class Sender:
         if choice.name and choice.model != call.model:
             doc = {**doc, "model": choice.model}
             body = with_model(call.doc, choice.model) or body
-        if slot is not None:
-            body = with_fields(body, doc, {"id_slot": slot}) or body
-        if self._asks_stream(call, choice):
-            streaming = with_fields(body, doc, {"stream": True})
-            body, is_stream = streaming or body, is_stream or streaming is not None
+        fields: dict[str, Any] = {} if slot is None else {"id_slot": slot}
+        fields |= {"stream": True} if self._asks_stream(call, choice) else {}
+        if fields and (changed := with_fields(body, doc, fields)) is not None:
+            body, is_stream = changed, is_stream or "stream" in fields
         first_s = silence_s
         if not is_stream and (settings.timeout == "auto" or "timeout" not in settings.given):
             # A plain answer is silent until it is whole: allow for what it has to write.
@@ -6400,9 +6452,7 @@ class Sender:
             wait_s: float = BACKOFF_S * 2 ** (choice.attempts - 1)
             wait_s += random.uniform(0, wait_s)
             wait_s = max(wait_s, asked_s + random.uniform(0, BACKOFF_S) if asked_s else 0.0)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await circuit.opened.wait()
+            if await circuit.opens_within(wait_s):
                 raise circuit.error()
         if is_queued:
             chances = max(1, self.settings.retries - choice.attempts + 1)
@@ -6711,7 +6761,7 @@ class Relay:
         if not self.books.is_plain:
             self.books.save(call, call.model)
             call.request_id = head.headers.get("x-request-id", call.trace)
-            if not call.id:
+            if not call.is_recorded:
                 await self.books.stand(call, "done")
         is_stream = call.is_stream = head.is_stream
         reply = self.reply(call, head, None if is_stream else body, age_s)
@@ -7054,7 +7104,7 @@ class Control:
         """
         settings = self._gateway.settings
         path = settings.path or default_config_path(os.environ)
-        with only_one(path):
+        with only_one(path, waits=False):
             text = text_of(path)
             there = load_settings({}, {}, path) if text else Settings()
             names = [flag.replace("-", "_") for flag in flags]
@@ -7063,6 +7113,8 @@ class Control:
             new = {n: writable(n, v) for n, v in values.items() if v != getattr(there, n)}
             if new:
                 replace_file(path, with_settings(text, new))
+                if settings.again is not None:
+                    self._loaded = settings.again()
         return path
 
     def reload(self) -> str:
@@ -7080,7 +7132,8 @@ class Control:
         names = [n for n in (*SETTINGS, *self.TABLES) if getattr(fresh, n) != getattr(old, n)]
         live = [n for n in names if n in ("models", "clients") or self._is_live(n)]
         new = {name: getattr(fresh, name) for name in live}
-        given = {**settings.given, **{n: fresh.given.get(n, "reload") for n in live}}
+        given = {name: where for name, where in settings.given.items() if name not in live}
+        given |= {name: fresh.given[name] for name in live if name in fresh.given}
         changed = dataclasses.replace(settings, **new, given=given)
         check_open(changed)
         self._take(changed)
@@ -7175,7 +7228,7 @@ class Admin:
             if name in self._routes:
                 doc = self._routes[name]()
                 if name == "status" and query.get("recent", "").isdecimal():
-                    doc["recent"] = self._gateway.counters.last(int(query["recent"]))
+                    doc["recent"] = self._gateway.counters.last(int(query["recent"][:4]))
             elif name == "settings" or name.startswith("do/"):
                 doc = await self._operate(name, call, request)
             elif name == "calls" or name.startswith("trace/"):
@@ -7319,6 +7372,7 @@ class Gateway:
     async def drain(self, limit_s: float = DRAIN_S) -> bool:
         """Refuse new calls, let those in flight finish. True if all did within `limit_s`."""
         self.is_draining = True
+        self.control.act("resume", {})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.open_calls or self.sender.in_flight or self.sender.queued:
@@ -7731,7 +7785,8 @@ def notify(*lines: str) -> None:
 
 async def keep_notifying() -> None:
     """Where systemd watches us (WatchdogSec), say twice in its time that we live."""
-    every_s = int(os.environ.get("WATCHDOG_USEC") or 0) / 2e6
+    text = os.environ.get("WATCHDOG_USEC", "")
+    every_s = int(text) / 2e6 if re.fullmatch(r"\d{1,15}", text, re.ASCII) else 0.0
     while every_s > 0:
         notify("WATCHDOG=1")
         await asyncio.sleep(every_s)
@@ -7879,27 +7934,35 @@ async def run(settings: Settings, console: Console | None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
     stderr_log.is_json = settings.log == "json"
-    with pid_file(settings.pid_file):
-        return await _run(settings, console, signals)
-
-
-async def _run(settings: Settings, console: Console | None, signals: asyncio.Queue[int]) -> int:
-    loop = asyncio.get_running_loop()
     async with Daemon(settings) as daemon:
-        gateway = daemon.gateway
-        if hasattr(signal, "SIGHUP"):
-            loop.add_signal_handler(signal.SIGHUP, reload, gateway.control)
-        if console is None:
-            targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
-            print(f"llmproxy {__version__} on {daemon.url} -> {targets}", flush=True)
-        if not is_loopback(settings.host) and not settings.clients:
-            log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
-        quits = functools.partial(signals.put_nowait, signal.SIGINT)
-        notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {daemon.url}")
-        living = asyncio.create_task(keep_notifying())
+        with pid_file(settings.pid_file):
+            return await _run(daemon, console, signals)
+
+
+async def _run(daemon: Daemon, console: Console | None, signals: asyncio.Queue[int]) -> int:
+    loop, gateway, settings = asyncio.get_running_loop(), daemon.gateway, daemon.settings
+
+    def hang_up() -> None:
+        if console is not None and not sys.stdout.isatty():  # the terminal has gone
+            signals.put_nowait(signal.SIGTERM)
+        else:
+            reload(gateway.control)
+
+    if hasattr(signal, "SIGHUP"):
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
+    if console is None:
+        targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
+        print(f"llmproxy {__version__} on {daemon.url} -> {targets}", flush=True)
+    if not is_loopback(settings.host) and not settings.clients:
+        log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
+    quits = functools.partial(signals.put_nowait, signal.SIGINT)
+    notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {daemon.url}")
+    living = asyncio.create_task(keep_notifying())
+    try:
         is_second = await _serve(daemon, console, signals, quits)
+    finally:
         living.cancel()
-        return 1 if is_second else 0
+    return 1 if is_second else 0
 
 
 async def _serve(
@@ -8276,8 +8339,6 @@ def _duration(ms: float) -> str:
 class Operator:
     """Whom the table asks and what it changes: the daemon in this process."""
 
-    is_remote = False
-
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
@@ -8294,17 +8355,12 @@ class Operator:
         done = self._gateway.control.change({flag: text}, "the table")
         return f"{flag} = {done[flag]}"
 
-    async def save(self) -> str:
-        return await self.act("save")
-
     async def act(self, action: str, **wanted: Any) -> str:
         return self._gateway.control.act(action, wanted)
 
 
 class Remote(Operator):
     """A daemon in another process, by its admin routes."""
-
-    is_remote = True
 
     def __init__(self, url: str, admin_key: str | None) -> None:
         self.url, self._admin_key = url, admin_key
@@ -8344,9 +8400,6 @@ class Remote(Operator):
     async def change(self, flag: str, text: str) -> str:
         doc = await asyncio.to_thread(self.ask, "PATCH", "settings", {flag: text})
         return f"{flag} = {doc['settings'][flag]}"
-
-    async def save(self) -> str:
-        return await self.act("save")
 
     async def act(self, action: str, **wanted: Any) -> str:
         return str((await asyncio.to_thread(self.ask, "POST", f"do/{action}", wanted))["done"])
@@ -8409,7 +8462,7 @@ class Board:
     def press(self, key: str) -> None:
         pause = "resume" if self.is_paused else "pause"
         works: dict[str, Callable[[Operator], Awaitable[str]]] = {
-            "w": lambda operator: operator.save(),
+            "w": lambda operator: operator.act("save"),
             "p": lambda operator: operator.act(pause),
             "c": lambda operator: operator.act("clear"),
         }
@@ -8460,6 +8513,7 @@ class Board:
             self.note = "no circuit is open"
             return
         circuit = self.circuits[self.circuit % len(self.circuits)]
+        self.circuit += 1
         wanted = {name: circuit[name] for name in ("upstream", "model", "path")}
         self.work.append(lambda operator: operator.act("close", **wanted))
 
@@ -8481,7 +8535,7 @@ def step(name: str, value: Any, direction: int) -> str | None:
         place = words.index(shown) + direction
         if place < 0:
             return str(shown)
-        first = "10" if meta["parse"] is parse_count else "1"
+        first = {"tokens": "10000", "requests": "10", "calls": "10"}.get(meta["unit"], "1")
         return str(words[place]) if place < len(words) else first
     number = float(value)
     if meta["parse"] in (parse_count, parse_count_or_zero):
@@ -8552,11 +8606,11 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
         for key in split_keys(data.decode("utf-8", "ignore")):
             press(key)
 
-    tty.setcbreak(fd)
-    quiet = termios.tcgetattr(fd)  # Ctrl-Z would leave the shell with our screen
-    quiet[6][termios.VSUSP] = b"\0"
-    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
     try:
+        tty.setcbreak(fd)
+        quiet = termios.tcgetattr(fd)  # Ctrl-Z would leave the shell with our screen
+        quiet[6][termios.VSUSP] = b"\0"
+        termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
         loop.add_reader(fd, read)
         yield True
     finally:
@@ -8577,6 +8631,8 @@ async def live_table(
     board, pressed = Board(), asyncio.Event()
 
     def press(key: str) -> None:
+        if board.is_over:  # once is enough: a second signal would end what drains
+            return
         board.note = ""
         board.press(key)
         pressed.set()
@@ -8889,7 +8945,7 @@ def _mock_anthropic(
 class Scene:
     """Calls made to one address, how many reached the provider, and what came of them."""
 
-    LIMIT_S = 40.0  # what a caller waits for one answer
+    limit_s = 40.0  # what a caller waits for one answer
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, name: str, model: str = "bench"
@@ -8913,7 +8969,7 @@ class Scene:
         body = {"model": self._model, "messages": [message], "max_tokens": 16}
         try:
             async with (
-                asyncio.timeout(self.LIMIT_S),
+                asyncio.timeout(self.limit_s),
                 self._session.post(
                     f"{self.url}/v1/chat/completions", json=body, headers=self.headers
                 ) as response,
@@ -8933,22 +8989,27 @@ class Scene:
         self, mock: MockControl, mode: str, times_s: tuple[float, float, float], every_s: float
     ) -> None:
         """A call every `every_s`: well, in a fault mode, well again."""
+        async with asyncio.TaskGroup() as calls:  # which ends them too where time is up
+            await self._phases(calls, mock, mode, times_s, every_s)
+
+    async def _phases(
+        self, calls: asyncio.TaskGroup, mock: MockControl, mode: str,
+        times_s: tuple[float, float, float], every_s: float,
+    ) -> None:  # fmt: skip
         well_s, down_s, again_s = times_s
         await mock.set(mode="ok", latency=0.1)
         began_at, count = time.monotonic(), 0
-        calls: list[asyncio.Task[int]] = []
         state, well_at = "ok", 0.0
         while (elapsed_s := time.monotonic() - began_at) < well_s + down_s + again_s:
             wanted = mode if well_s <= elapsed_s < well_s + down_s else "ok"
             if wanted != state:
                 await mock.set(mode=wanted)
                 state, well_at = wanted, time.monotonic()
-            calls.append(asyncio.create_task(self.ask(f"{self.name} {count} {began_at}")))
+            call = calls.create_task(self.ask(f"{self.name} {count} {began_at}"))
             if state == "ok" and well_at and not self.note:
-                calls[-1].add_done_callback(functools.partial(self._recovered, well_at))
+                call.add_done_callback(functools.partial(self._recovered, well_at))
             count += 1
             await asyncio.sleep(every_s)
-        await asyncio.gather(*calls)
 
     def _recovered(self, well_at: float, call: asyncio.Task[int]) -> None:
         if not self.note and not call.cancelled() and call.result() == 200:
@@ -9004,6 +9065,7 @@ class Bench:
         self.speed = 1.0
         self.model, self.headers = "bench", dict[str, str]()
         self.set_rpm: Callable[[int | None], Any] = lambda rpm: None  # of a proxy of our own
+        self.counted: Callable[[], int] = lambda: 0  # upstream calls, as the proxy counts them
         self.scenes: list[Scene] = []  # of the scenario that runs
         self._nonce = secrets.token_hex(4)  # nothing is answered from an earlier run
 
@@ -9018,6 +9080,7 @@ class Bench:
         for side, url in self.sides.items() if name != "overhead" else ():
             scene = self._scene(url, side)
             before = await self._mock.set(mode="ok", rpm=0, reset=True) if self.has_mock else 0
+            counted = self.counted()
             began_at = time.monotonic()
             try:
                 async with asyncio.timeout(limit_s):
@@ -9027,6 +9090,8 @@ class Bench:
             scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
             if self.has_mock:
                 scene.reached = await self._mock.set(mode="ok", rpm=0) - before
+            else:
+                scene.reached = self.counted() - counted if side == "proxied" else scene.made
             sides.append(scene.shown())
         return {"scenario": name, "what": SCENARIOS[name], "sides": sides}
 
@@ -9061,10 +9126,12 @@ class Bench:
             await scene.herd(f"{tag}: question {n}?" for n in range(20))
         elif name == "gate":
             await self._mock.set(rpm=60)
+            scene.limit_s = 100.0
             self.set_rpm(60)
-            scene.LIMIT_S = 100.0
-            await scene.herd(f"{tag}: question {n}?" for n in range(100))
-            self.set_rpm(None)
+            try:
+                await scene.herd(f"{tag}: question {n}?" for n in range(100))
+            finally:
+                self.set_rpm(None)
         else:
             mode = "503" if name == "outage" else "hang"
             times_s = (15 / speed, 60 / speed, 15 / speed)
@@ -9269,8 +9336,10 @@ class CallLog:
     `keys` gives each different request a number; the columns hold one number a call.
     """
 
-    def __init__(self, prices: Prices, keeps_words: bool = False) -> None:
-        self._prices, self._keeps_words = prices, keeps_words
+    def __init__(
+        self, prices: Prices, keeps_words: bool = False, window_s: float = 300.0
+    ) -> None:
+        self._prices, self._keeps_words, self._window_s = prices, keeps_words, window_s
         self.keys: dict[bytes, int] = {}
         self.words: dict[int, str] = {}  # the first of a request
         self.at, self.span_s = array("d"), array("d")  # NaN: not known
@@ -9356,8 +9425,8 @@ class CallLog:
         if call.words and key not in self.words:
             self.words[key] = call.words
 
-    @property
-    def has_times(self) -> bool:
+    @functools.cached_property
+    def has_times(self) -> bool:  # asked when all is read
         return not any(map(math.isnan, self.at))
 
     def sort(self) -> list[int]:
@@ -9417,7 +9486,6 @@ class CallLog:
             })  # fmt: skip
         digests = list(self.keys)
         most = Counter(self.key).most_common(10)
-        kept_s = Settings().dedup_window
         return {
             "calls": len(order), "different": len(self.keys), "clients": len(self._clients),
             "lines": self.lines, "bad_lines": self.bad_lines, "first_bad": self.first_bad,
@@ -9428,7 +9496,8 @@ class CallLog:
                 for key, count in most if count > 1
             ],
             "needed": self.peaks(order),
-            "needed_with_dedup": self.peaks(order, self.repeats(order, kept_s, False)),
+            "needed_with_dedup": self.peaks(order, self.repeats(order, self._window_s, False)),
+            "dedup_window_s": self._window_s,
         }  # fmt: skip
 
 
@@ -9516,7 +9585,7 @@ def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
     if report["unpriced_calls"]:
         print(f"  {report['unpriced_calls']} calls have no price; see --price and --prices")
     if report["has_times"]:
-        for name, what in (("needed", "as logged"), ("needed_with_dedup", "with 5 min of dedup")):
+        for name, what in (("needed", "as logged"), ("needed_with_dedup", "with dedup")):
             need = report[name]
             print(f"would have needed {what}: tpm {need['tpm']}, concurrency {need['concurrency']}")
     if report["most_repeated"]:
@@ -9624,8 +9693,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--speed", default="1", metavar="N", help="shorten the timelines N times (default 1)")
     add("--limit", default="200", metavar="S", help="end a scenario after so long (default 200 s)")
     add("--model", default="bench", help="model to ask for (default bench)")
-    add("--key-env", default="OPENAI_API_KEY", metavar="NAME", help=(
-        "environment variable whose key is sent, if it is set (default OPENAI_API_KEY)"))
+    add("--key-env", metavar="NAME", help="environment variable whose key is sent (default none)")
     add("--yes", action="store_true", help="do not ask before calls that may cost money")
     add("--json", action="store_true", help="print all that is needed to repeat it, as JSON")
     add("--save", action="store_true", help="keep a dated record under $XDG_STATE_HOME")
@@ -9649,7 +9717,10 @@ def _cmd_bench(args: argparse.Namespace) -> int:
             raise ValueError("--speed wants a number from 0.1 to 100")
     except ValueError as error:
         raise ConfigError(f"bench: {error}") from None
-    return _run_loop(_bench(args, speed, limit_s))
+    try:
+        return _run_loop(_bench(args, speed, limit_s))
+    except aiohttp.ClientError as error:
+        raise RemoteError(f"bench: {printable(str(error)) or type(error).__name__}") from None
 
 
 async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
@@ -9665,19 +9736,27 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
             daemon = await stack.enter_async_context(Daemon(settings))
             proxy, shown = daemon.url, settings.shown()
             upstream = daemon.gateway.sender.upstreams[0].base
+            counters = daemon.gateway.counters
+            counted: Callable[[], int] = lambda: counters.upstream_calls  # noqa: E731
             control = daemon.gateway.control
         else:
             remote = _remote(args, args.url)
             status = await remote.status()
             proxy, shown = remote.url, status["settings"]
             upstream = status["upstreams"][0]["url"]
+            counted = lambda: int(remote.ask("GET", "status")["upstream_calls"])  # noqa: E731
+            is_here = is_loopback(URL(proxy).host or "")
+            if is_loopback(URL(upstream).host or "") and not is_here:
+                raise ConfigError(f"bench: {upstream} is on the other machine: run it there")
         bench = Bench(session, proxy, upstream)
-        bench.speed, bench.model = speed, args.model
+        bench.speed, bench.model, bench.counted = speed, args.model, counted
         if args.url is None and settings.rpm is None:
-            bench.set_rpm = lambda rpm: control.change({"rpm": rpm, "queue-timeout": 90})
+            before_s = settings.queue_timeout
+            bench.set_rpm = lambda rpm: control.change(
+                {"rpm": rpm, "queue-timeout": before_s if rpm is None else 90}
+            )
         bench.has_mock = await MockControl(session, upstream).is_there()
-        if key := os.environ.get(args.key_env):
-            bench.headers = {"Authorization": f"Bearer {key}"}
+        bench.headers = _key_headers(args.key_env)
         names = args.only or [n for n in SCENARIOS if bench.has_mock or n not in FAULTS]
         if not bench.has_mock and (faults := [n for n in names if n in FAULTS]):
             why = f"{', '.join(faults)} wants a proxy on `llmproxy mock`, which {upstream} is not"
@@ -9697,18 +9776,28 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
     return 0
 
 
+def _key_headers(name: str | None) -> dict[str, str]:
+    if name is None:
+        return {}
+    if not (key := os.environ.get(name)):
+        raise ConfigError(f"--key-env: {printable(name)} is not set")
+    return {"Authorization": f"Bearer {key}"}
+
+
 def _may_cost(args: argparse.Namespace, upstream: str, names: Iterable[str]) -> None:
     """Ask before calls go anywhere but to this machine."""
     if is_loopback(URL(upstream).host or "") or args.yes:
         return
-    most = {"herd": 201, "distinct": 40, "overhead": 40}
-    calls = sum(most[name] for name in names)
+    most = {"herd": 201, "distinct": 40, "overhead": 41}
+    calls = sum(most.get(name, 800) for name in names)
     text = f"This sends about {calls} calls of some 30 tokens each to {upstream}, as {args.model}; "
     text += "it may cost money and use up rate limits. Go on? [y/N] "
     if not sys.stdin.isatty():
         raise ConfigError(f"bench: {upstream} is not this machine, its calls may cost: say --yes")
-    if input(text).strip().lower() not in ("y", "yes"):
-        raise ConfigError("bench: nothing was sent")
+    with contextlib.suppress(EOFError):
+        if input(text).strip().lower() in ("y", "yes"):
+            return
+    raise ConfigError("bench: nothing was sent")
 
 
 def _records() -> Path:
@@ -9742,7 +9831,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _cmd_replay(args: argparse.Namespace) -> int:
-    calls = CallLog(Prices(_settings_of(args)), args.show)
+    settings = _settings_of(args)
+    calls = CallLog(Prices(settings), args.show, settings.dedup_window)
     try:
         calls.read(log_lines(args.file))
     except (OSError, EOFError, zlib.error, sqlite3.Error) as error:
@@ -9847,7 +9937,10 @@ def _add_get(parser: argparse.ArgumentParser) -> None:
 
 
 def _cmd_get(args: argparse.Namespace) -> int:
-    doc = _remote(args, args.url).ask("GET", "settings")
+    remote = _remote(args, args.url)
+    doc = remote.ask("GET", "settings")
+    if "given" not in doc:
+        raise RemoteError(f"{remote.url} is no llmproxy of this version")
     shown, given = doc["settings"], doc["given"]
     names = [name.replace("_", "-") for name in args.names]
     for name in names:
@@ -9889,7 +9982,7 @@ def _cmd_set(args: argparse.Namespace) -> int:
             changes[flag_name(name)] = value
     Settings().changed(changes, "set")  # what is wrong is said before anybody is asked
     doc = _remote(args, args.url).ask("PATCH", "settings", {**changes, "save": args.save})
-    for name, value in doc["settings"].items():
+    for name, value in doc.get("settings", {}).items():
         print(f"{name} = {', '.join(typed(value)) if value != [] else 'none'}")
     if "saved" in doc:
         print(f"saved in {doc['saved']}")
@@ -10135,7 +10228,7 @@ def completions(words: list[str]) -> list[str]:
     if words[:1] == ["set"] and "=" in "".join(words[-2:]):
         is_apart = "=" in words[-2:]  # as bash takes it: name, =, value
         name, _, begun = ("".join(words[-2:]) if is_apart else begun).rpartition("=")
-        name = words[words.index("=") - 1] if is_apart else name
+        name = words[len(words) - 2 - words[::-1].index("=")] if is_apart else name
         item = SETTINGS.get(name.replace("-", "_"))
         values = [] if item is None else [*item.metadata["also"]]
         values += [] if item is None else getattr(item.metadata["parse"], "choices", ())

@@ -107,7 +107,7 @@ def aio(test: Callable[..., Coroutine[Any, Any, None]], limit_s: float = 60) -> 
 
 def aio_long(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """As `aio`, where a real model takes its time."""
-    return aio(test, 240)
+    return aio(test, 600)
 
 
 async def settle() -> None:
@@ -1484,18 +1484,19 @@ def test_pulse_tells_slow_from_hung() -> None:
     assert not is_over()
     clock.now += 2
     assert is_over()  # it has not been looked at: the limit alone decides
-    pulse.asked_at = clock.now
+    pulse.ask()
     pulse.saw(True, "some count")
     assert not is_over()  # busy
-    clock.now += 4.9
-    pulse.asked_at = clock.now
+    clock.now += 4.3
+    pulse.ask()
+    clock.now += 0.6
     assert not is_over()
     clock.now += 0.2
     assert is_over()  # asked, and no answer for 5 s, though 30 are allowed
     assert not pulse.is_over(clock.now - 1, 30, clock.now)  # somebody else hears from it
     for _ in range(130):
         clock.now += 5
-        pulse.asked_at = clock.now
+        pulse.ask()
         pulse.saw(True, "some count")
     assert is_over()  # ten minutes at one and the same count
     pulse.saw(True, "another count")
@@ -1503,6 +1504,14 @@ def test_pulse_tells_slow_from_hung() -> None:
     pulse.saw(False, None)
     assert is_over()  # it has nothing to do: this call is lost
     assert not is_over(10_000)
+    # A limit shorter than the time between two looks waits for the first of them.
+    heard_at = clock.now + 1
+    clock.now += 2.5
+    assert not is_over(1.0)
+    pulse.ask()
+    assert not is_over(1.0)
+    pulse.saw(True, "x")
+    assert not is_over(1.0)
 
 
 @aio
@@ -3112,10 +3121,9 @@ async def test_backoff_doubles_with_full_jitter_and_honours_retry_after(
 ) -> None:
     waits: list[float] = []
 
-    async def no_wait(awaitable: Any, timeout: float) -> None:
-        awaitable.close()
-        waits.append(timeout)
-        raise TimeoutError
+    async def no_wait(circuit: Circuit, wait_s: float) -> bool:
+        waits.append(wait_s)
+        return False
 
     async def answer(exchange: Exchange) -> None:
         after = "Retry-After: 3\r\n" if b"after" in exchange.body else ""
@@ -3124,7 +3132,7 @@ async def test_backoff_doubles_with_full_jitter_and_honours_retry_after(
     async with upstream(answer) as up, proxy(up.base, retries=3, breaker_failures=999) as caller:
         caller.gateway.settings.breaker_failures = 10**6
         caller.sender.circuits[caller.upstream.name, "m", CHAT].WINDOW = 10**6
-        monkeypatch.setattr("llmproxy.asyncio.wait_for", no_wait)
+        monkeypatch.setattr(Circuit, "opens_within", no_wait)
         for number in range(20):
             await caller.fetch(ask(str(number)))
         by_step = [waits[step::3] for step in range(3)]
@@ -6389,6 +6397,7 @@ def test_interactive_table_fits(width: int, height: int, shows_help: bool) -> No
         ("keepalive", None, "1", "off"), ("concurrency", 16, "17", "15"),
         ("concurrency", 1, "2", "adaptive"), ("concurrency", "auto", "adaptive", "auto"),
         ("concurrency", "adaptive", "10", "auto"), ("rpm", None, "10", "none"),
+        ("tpm", None, "10000", "none"),
         ("tpm", 90000, "91000", "89000"), ("tpm", 100, "110", "99"), ("queue_size", 0, "1", None),
         ("retries", 2, "3", "1"), ("dedup", "on", "deterministic", "off"),
         ("log", "off", "text", "json"), ("breaker_success", 0.8, "0.85", "0.75"),
@@ -7506,7 +7515,7 @@ async def test_llama_slots_are_free_at_once_when_a_plain_caller_leaves() -> None
                         await asyncio.sleep(0.02)
                     took_s.append(time.monotonic() - left_at)
                     assert not stream.done()
-            assert min(took_s) < 0.1
+            assert min(took_s) < 1.0  # some 0.05 s on a quiet machine; else to its end, 8 s
             stream.cancel()
             await asyncio.gather(stream, return_exceptions=True)
 
