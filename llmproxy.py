@@ -483,8 +483,8 @@ class Settings:
         "upstream calls at once; auto: the slots that llama.cpp reports; adaptive: found while "
         "it runs")
     inflight_tokens: int | None = setting(None, parse_count, "tokens", also=NONE, text=
-        "prompt tokens in flight at once; none: concurrency x 4000, or with auto the context "
-        "that llama.cpp reports")
+        "prompt tokens in flight at once; none: concurrency x 4000, with auto the context "
+        "that llama.cpp reports, with adaptive 512,000")
     upstream_stream: str = setting("auto", one_of("auto", "off"), "", text=
         "auto: ask llama.cpp with stream: true for plain calls too, so that a caller who leaves "
         "frees the slot at once")
@@ -696,7 +696,9 @@ class _File:
 
     def load(self, is_optional: bool) -> None:
         try:
-            text = self._path.read_text("utf-8")
+            if self._path.exists() and not self._path.is_file():
+                raise ConfigError(f"{self._path}: is no file")  # a pipe would hold everybody up
+            text = self._path.read_text("utf-8-sig")
             self._lines, data = text.splitlines() or [""], tomllib.loads(text)
         except OSError as error:
             if is_optional and isinstance(error, FileNotFoundError):
@@ -839,7 +841,7 @@ def only_one(path: Path, waits: bool = True) -> Iterator[None]:
 
 def text_of(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
@@ -898,6 +900,8 @@ def with_settings(text: str, values: Mapping[str, Any]) -> str:
         else:
             head += ([] if not head or head[-1].endswith("\n") else ["\n"]) + [line]
     changed = "".join([*head, *rest])
+    if "\r\n" in text:
+        changed = changed.replace("\r\n", "\n").replace("\n", "\r\n")
     with contextlib.suppress(tomllib.TOMLDecodeError):
         if tomllib.loads(changed) == wanted:
             return changed
@@ -1719,7 +1723,9 @@ class Gate:
         self._remove(waiter)
         self._refund(waiter)
         why = f"waited {timeout_s:.0f} s for a turn (--queue-timeout); {ahead} are ahead"
-        if self._limited_total() - waiter.limited_s > timeout_s / 2:
+        if self.is_paused:
+            why += "; the operator has paused it"
+        elif self._limited_total() - waiter.limited_s > timeout_s / 2:
             why += "; rpm, tpm or a pause that the upstream asked for holds the queue up"
         error = ProxyError("queue_timeout", why, retry_after_s=self._promise(waiter))
         if not waiter.future.done():
@@ -4980,10 +4986,21 @@ class Upstream:
                 return
             if flight.is_ahead:
                 await self._hold(flight, watchdog)
+            if flight.is_merged and _DONE.search(chunk):
+                await self._drain(content)
+                break
         rest = events.rest() if events is not None else b""
         # Half an event at the end of a connection is what a cut leaves.
         if not _ends_with_connection(response) or is_event(rest):
             flight.push(rest)
+
+    @staticmethod
+    async def _drain(content: aiohttp.StreamReader) -> None:
+        """All has been said: give the connection a moment to end, so that it can be used again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.25):
+                while not content.at_eof():
+                    await content.readany()
 
     def _cut(self, flight: Flight, chunk: bytes) -> bool:
         """End a stream cleanly where its task's budget ends, unless it has just ended by itself."""
@@ -5031,7 +5048,9 @@ class Upstream:
         count, prompts = call.doc.get("n"), call.doc.get("prompt")
         wanted = count if type(count) is int and ends is _FINISH else 1
         wanted *= len(prompts) if isinstance(prompts, list) and ends is _FINISH else 1
-        return bool(_DONE.search(tail)) or (ends is not None and len(ends.findall(tail)) >= wanted)
+        found = len(ends.findall(tail)) if ends is not None else 0
+        is_done = bool(_DONE.search(tail)) and (found > 0 or not flight.is_merged)
+        return is_done or (ends is not None and found >= wanted)
 
     async def _failed_stream(
         self, head: Head, begun: bytes, found: tuple[int, bytes], content: aiohttp.StreamReader
@@ -5533,6 +5552,9 @@ class Books:
         found = self._read_spent() if new and self.ledger is not None else None
         if found is not None:  # what others have spent already counts as it is
             self._spend(new, found[0])
+            unwritten = self.today.spent - sum(found[0]["day"].values())
+            for budget in [b for b in new if b in self.budgets.of_all]:
+                budget.spent += max(0, unwritten)
 
     def start(self) -> None:
         if self.ledger is not None:
@@ -6757,7 +6779,7 @@ class Relay:
         if kept.is_merged and call.is_stream:
             body = body if call.wants_usage else without_usage(body)[0]
         elif kept.is_merged:
-            head, body = plain_head(head), self._plain(kept)
+            head, body = plain_head(head), self.plain(kept)
         if not self.books.is_plain:
             self.books.save(call, call.model)
             call.request_id = head.headers.get("x-request-id", call.trace)
@@ -6771,14 +6793,15 @@ class Relay:
         await reply.write_eof()
         return reply
 
-    def _plain(self, kept: Kept) -> bytes:
-        """The plain form of a kept stream, which is kept from now on as well."""
+    def plain(self, kept: Kept) -> bytes:
+        """The plain form of a kept stream, kept from now on as well; nothing where it has none."""
         if not kept.plain:
             assembly = Assembly()
             assembly.feed(kept.body)
-            kept.plain = assembly.plain()[1]
+            with contextlib.suppress(ProxyError):
+                status, body = assembly.plain()
+                kept.plain = body if status == 200 else b""
             self.flights.kept_bytes += len(kept.plain)
-            self.flights.shrink(self.settings.cache_bytes)
         return kept.plain
 
     def reply(
@@ -7094,7 +7117,10 @@ class Control:
         """
         self._take(self._gateway.settings.changed(texts, where))
         shown = self._gateway.settings.shown()
-        return {flag: shown[flag] for flag in (flag_name(name) for name in texts)}
+        changed = {flag: shown[flag] for flag in (flag_name(name) for name in texts)}
+        text = ", ".join(f"{flag} = {', '.join(typed(v))}" for flag, v in changed.items())
+        log.warning("%s: %s", where, printable(text, 200))
+        return changed
 
     def save(self, flags: Iterable[str] = ()) -> Path:
         """Write settings that the file has differently: those named, else all live ones.
@@ -7583,6 +7609,9 @@ class Gateway:
             found = self.flights.find(key, min(settings.dedup_window, max_age_s))
             if found is not None and (settings.dedup == "on" or found[0].is_deterministic):
                 call.check_model(found[0].model)
+                if found[0].is_merged and not call.is_stream and not self.relay.plain(found[0]):
+                    self.flights.drop(key)  # it holds no answer after all
+                    return None
                 self._log_body(call)
                 return found
         return None
@@ -7803,6 +7832,8 @@ def pid_file(path: str | None) -> Iterator[None]:
         yield
         return
     file = Path(path).expanduser()
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"--pid-file {file}: is no file")
     with contextlib.suppress(OSError, ValueError):
         if is_running(other := int(file.read_text())):
             log.warning("%s was held by process %s, which still runs", file, other)
@@ -8173,7 +8204,7 @@ def _hint(flag: str, status: Mapping[str, Any]) -> str:
     if flag == "concurrency":
         waited = status["queue_ms"]["p95"]
         held = ", ".join(
-            f"{_duration(u['service_s'] * 1000)} a call at {u['concurrency']}"
+            f"{_duration(u['service_s'] * 1000)} a call of late, {u['concurrency']} at once"
             for u in status["upstreams"]
         )
         return f"p95 wait {_duration(waited)}; {held}"
@@ -8266,7 +8297,8 @@ def _upstreams(status: dict[str, Any]) -> RenderableType:
         table.add_row(Text("  ledger"), "", Text(status["ledger"], "bold red"))
     for flow in status["queue"][:MAX_FLOWS]:
         name = f"  queue {flow['client']} {flow['priority']}"
-        table.add_row(Text(name), f"{flow['calls']} calls", f"last in {flow['wait_s']:.0f} s")
+        wait_s = max(0.0, flow["wait_s"])
+        table.add_row(Text(name), f"{flow['calls']} waiting", f"last in {wait_s:.0f} s")
     for circuit in status["open_circuits"]:
         name = f"  {circuit['model'] or '-'} {circuit['path']}"
         wait = f"trial in {circuit['retry_in_s']:.0f} s"
@@ -8407,8 +8439,10 @@ class Remote(Operator):
 
 def _why_refused(error: urllib.error.HTTPError) -> str:
     with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
-        return printable(str(json.loads(error.read())["error"]["message"]), 300)
-    return f"it answered {error.code}"
+        doc = json.loads(error.read())["error"]
+        if "x-llmproxy-fate" in error.headers:
+            return printable(str(doc["message"]), 300)
+    return f"no llmproxy is there, it answered {error.code}"
 
 
 class Board:
@@ -8611,11 +8645,13 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
         quiet = termios.tcgetattr(fd)  # Ctrl-Z would leave the shell with our screen
         quiet[6][termios.VSUSP] = b"\0"
         termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+        print("\x1b[?2004h", end="", flush=True)  # what is pasted comes marked as such
         loop.add_reader(fd, read)
         yield True
     finally:
         with contextlib.suppress(OSError, ValueError, termios.error):
             loop.remove_reader(fd)
+            print("\x1b[?2004l", end="", flush=True)
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
@@ -9134,7 +9170,7 @@ class Bench:
                 self.set_rpm(None)
         else:
             mode = "503" if name == "outage" else "hang"
-            times_s = (15 / speed, 60 / speed, 15 / speed)
+            times_s = (15 / speed, 60 / speed, max(15 / speed, 6.0))  # health is asked every 2 s
             await scene.phases(self._mock, mode, times_s, 0.25 / speed)
 
     async def _overhead(self) -> list[dict[str, Any]]:
@@ -9195,20 +9231,25 @@ def bench_table(record: Mapping[str, Any]) -> Any:
 
 def compare_table(one: Mapping[str, Any], two: Mapping[str, Any]) -> Any:
     """Two records beside each other, the proxied side: A, B, and how B differs."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, header_style="dim", padding=(0, 1))
     for name in ("scenario", "", "A", "B", "B/A"):
         table.add_column(name, justify="left" if name in ("scenario", "") else "right")
+    def shown(value: Any) -> str:
+        return escape(printable(str(value)))
+
     rows = [{s["scenario"]: s["sides"][0] for s in record["scenarios"]} for record in (one, two)]
     for scenario in [name for name in rows[0] if name in rows[1]]:
         a, b = rows[0][scenario], rows[1][scenario]
         for n, key in enumerate(("calls", "reached", "errors", "p50_ms", "p95_ms", "p99_ms")):
             ratio = f"{b[key] / a[key]:.2f}" if a[key] else "-"
-            table.add_row("" if n else scenario, key, f"{a[key]:g}", f"{b[key]:g}", ratio)
+            table.add_row("" if n else shown(scenario), key, f"{a[key]:g}", f"{b[key]:g}", ratio)
     settings = [record["settings"] for record in (one, two)]
     for flag in [f for f in settings[0] if settings[0][f] != settings[1].get(f)]:
-        table.add_row("settings", flag, str(settings[0][flag]), str(settings[1].get(flag)), "")
+        values = (shown(record.get(flag)) for record in settings)
+        table.add_row("settings", shown(flag), *values, "")
     return table
 
 
@@ -9317,6 +9358,13 @@ LINE_BYTES = 32 * 2**20  # of a log; a longer one is no call
 WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0, "24 h": 86400.0, "all": math.inf}
 
 
+# What a log says about a call beside what was asked.
+ABOUT_A_CALL = (
+    "time_unix", "timestamp", "created_at", "client", "id", "custom_id", "trace", "url", "path",
+    "answer", "response", "total_ms", "tokens_in", "tokens_out", "tokens_estimated",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class Logged:
     """One call of a log; `digest` of what was asked, `span_s` how long it took."""
@@ -9371,7 +9419,7 @@ class CallLog:
         if isinstance(body, str):
             body = json.loads(body)
         if not isinstance(body, dict) and ("messages" in doc or "prompt" in doc or "input" in doc):
-            body = doc
+            body = {name: value for name, value in doc.items() if name not in ABOUT_A_CALL}
         if not isinstance(body, dict):
             raise ValueError("no call: wants body, request, messages or conversation")
         response = doc.get("response")
@@ -9611,6 +9659,9 @@ class _Parser(argparse.ArgumentParser):
     def refuse(self, rest: list[str]) -> NoReturn:
         flag = rest[0].partition("=")[0]
         known = [name for action in self._actions for name in action.option_strings]
+        if flag in COMMANDS:
+            self.error(f"the command comes first: llmproxy {printable(flag)} ...")
+        known += [] if flag.startswith("-") else COMMANDS
         near = difflib.get_close_matches(flag, known, 1)
         what = "flag" if flag.startswith("-") else "word"
         mend = f"; did you mean {near[0]}?" if near else ""
@@ -9806,7 +9857,7 @@ def _records() -> Path:
 
 def _record(name: str) -> dict[str, Any]:
     """A saved record, by its path or the beginning of its name."""
-    found = [p for p in sorted(_records().glob("*.json")) if p.name.startswith(name)]
+    found = [p for p in sorted(_records().glob("*.json")) if name and p.name.startswith(name)]
     path = Path(name) if Path(name).is_file() else found[0] if len(found) == 1 else None
     if path is None:
         what = "no record" if not found else f"{len(found)} records"
@@ -10204,7 +10255,7 @@ complete -o default -F _llmproxy llmproxy
 _llmproxy() {
   local -a found
   found=(${(f)"$(llmproxy completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)"})
-  compadd -a found; _files
+  if (( ${#found} )); then compadd -a found; else _files; fi
 }
 if [[ $funcstack[1] == _llmproxy ]]; then _llmproxy "$@"; else compdef _llmproxy llmproxy; fi
 """,
@@ -10346,7 +10397,20 @@ def _run_loop(work: Any) -> int:
         return int(runner.run(work))
 
 
+def _open_standard_files() -> None:
+    """A closed stdin, stdout or stderr would be taken by the first socket."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
+
+
 def main(argv: list[str] | None = None) -> int:
+    _open_standard_files()
     words_ = sys.argv[1:] if argv is None else argv
     if not words_ or (words_[0] not in COMMANDS and words_[0] not in ("-h", "--help", "--version")):
         words_ = ["serve", *words_]
@@ -10375,13 +10439,18 @@ def main(argv: list[str] | None = None) -> int:
             args.name = rest.pop(0)  # key new --config F NAME
         if rest:
             args.parser.refuse(rest)
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except (ConfigError, ListenError, LedgerError, RemoteError) as error:
         print(f"llmproxy: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except OSError as error:  # nothing can be written any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if isinstance(error, BrokenPipeError):  # whoever read our output has seen enough
+            return 0
+        print(f"llmproxy: {error.strerror or type(error).__name__}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -1831,6 +1831,17 @@ def test_log_text_holds_no_control_characters() -> None:
     assert len(llmproxy.printable("x" * 500)) == 80
 
 
+def test_the_end_of_a_choice_waits_for_the_usage_wherever_it_is_cut() -> None:
+    usage = USAGE_CHUNK[:-3] + b', "timings": {"n": 1}}\n\n'
+    data = b"".join([*STREAM, usage, DONE])
+    for cut in range(1, len(data)):
+        events = llmproxy.Events(takes_usage=False, holds_finish=True)
+        parts = [events.feed(data[:cut]), events.feed(data[cut:]), events.rest()]
+        assert b"".join(parts) == data
+        shown = b"".join(llmproxy.without_usage(part)[0] for part in parts)
+        assert b'"usage"' not in shown and b'"timings":{"n":1}' in shown, cut
+
+
 def assembled(*docs: Any) -> Any:
     """The plain answer of a stream that comes byte by byte."""
     data = b"".join(
@@ -4538,6 +4549,31 @@ async def test_a_server_that_was_loading_when_it_was_met_is_known_later(
 
 
 @aio
+async def test_slots_are_named_where_that_is_wanted() -> None:
+    held = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await held.wait()
+        await exchange.stream(WHOLE)
+
+    async with stand_in(answer, slot_affinity="on", concurrency="auto") as (up, caller):
+        both = [asyncio.create_task(caller.fetch(ask(t, stream=False))) for t in ("a", "b")]
+        await until(lambda: up.calls == 2)
+        assert {exchange.json["id_slot"] for exchange in up.asked} == {0, 1}
+        assert all(exchange.json["stream"] is True for exchange in up.asked)
+        held.set()
+        await asyncio.gather(*both)
+        first = {e.json["messages"][0]["content"]: e.json["id_slot"] for e in up.asked}
+        for text in ("b", "a", "b"):  # another turn goes where the conversation is
+            turn = {"role": "assistant", "content": SAID}
+            messages = [*ask(text)["messages"], turn, {"role": "user", "content": str(up.calls)}]
+            await caller.fetch({**ask(), "messages": messages})
+            assert up.asked[-1].json["id_slot"] == first[text]
+        await caller.fetch({**ask("mine"), "id_slot": 1})
+        assert up.asked[-1].json["id_slot"] == 1
+
+
+@aio
 async def test_what_cannot_be_a_stream_goes_up_as_it_came() -> None:
     async with stand_in() as (up, caller):
         for more in ({"logprobs": True}, {"stream": "x"}):
@@ -6471,6 +6507,53 @@ async def test_prices_are_read_from_files_of_a_sane_size_only(tmp_path: Path) ->
 
 
 @aio
+async def test_a_budget_set_while_it_runs_knows_what_was_spent(tmp_path: Path) -> None:
+    state = str(tmp_path / "l.db")
+    async with upstream() as up, proxy(up.base, state=state, price=["*=1/1"]) as caller:
+        headers = {"x-llmproxy-task": "t", "x-llmproxy-task-budget": "1000"}
+        await caller.fetch(ask("one"), headers=headers)
+        books = caller.gateway.books
+        task = books.budgets.tasks[llmproxy.Call.client, "t"]
+        await until(lambda: (found := books._read_spent()) is not None and found[0]["day"])
+        caller.gateway.control.change({"budget": 5})
+        assert books.budgets.tasks[llmproxy.Call.client, "t"] is task and task.spent == 10
+        assert books.budgets.of_all[0].spent == books.today.spent == 10
+        caller.gateway.control.change({"budget": 6})
+        assert (books.budgets.of_all[0].spent, books.budgets.of_all[0].limit) == (10, 6_000_000)
+        caller.gateway.control.change({"budget": "none"})
+        assert books.budgets.is_empty
+
+
+@aio
+async def test_what_waits_in_a_pause_is_served_when_it_drains() -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        caller.gateway.control.act("pause", {})
+        call = asyncio.create_task(caller.fetch(ask()))
+        await until(lambda: caller.gate.queued == 1)
+        assert await caller.gateway.drain(5)
+        assert (await call)[0] == 200
+
+
+@aio
+async def test_saved_and_removed_settings_are_what_a_reload_compares_with(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("timeout = 9\n")
+    async with upstream() as up, proxy(up.base) as caller:
+        settings, control = caller.gateway.settings, caller.gateway.control
+        settings.path = config
+        settings.again = lambda: llmproxy.load_settings({}, {}, config)
+        control._loaded = settings.again()
+        control.change({"timeout": 20})
+        control.save(["timeout"])
+        control.change({"timeout": 10})
+        config.write_text(config.read_text() + "retries = 5\n")
+        assert control.reload() == "changed retries" and settings.timeout == 10
+        config.write_text("retries = 5\n")
+        assert control.reload() == "changed timeout"
+        assert settings.timeout == 30 and "timeout" not in settings.given  # not by hand any more
+
+
+@aio
 async def test_what_cannot_be_saved_is_said_to_be_changed(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("not toml")
     async with proxy() as caller:
@@ -6567,7 +6650,7 @@ def test_keys_on_a_terminal_change_the_running_daemon(tmp_path: Path) -> None:
             os.write(terminal.fd, keys)
             terminal.wait_for(shown)
         assert config.read_text() == "# mine\nretries = 1\ntimeout = 50\nconnect_timeout = 2.5\n"
-        os.write(terminal.fd, b"q")
+        os.write(terminal.fd, b"q?q\x1b[A")  # what comes after it is no second signal
         terminal.wait_for(BACK)
         assert terminal.proc.wait(10) == 0
         assert termios.tcgetattr(terminal.fd) == before
