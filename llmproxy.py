@@ -14,7 +14,7 @@ Applications change only their base URL. What converges here is joined, queued, 
               Gateway.handle   9 record   counters, ledger, one log line, the live table
 
 Sections, each using only what stands above it: Errors, Settings, Flow control, Wire, Money,
-Ledger, Upstream, Counters, Gateway, Server, Live table, Mock, Demo, Command line.
+Ledger, Upstream, Counters, Gateway, Server, Live table, Mock, Bench, Demo, Replay, Command line.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_bytes`, `_tokens`. Instants named `*_at`
 are monotonic. All state lives on one event loop in one thread: changes between two awaits are
@@ -1322,9 +1322,10 @@ class _Waiter:
 class Gate:
     """Weighted semaphore, token buckets and keys behind one bounded, fair queue.
 
-    A call takes one of `slots` and `weight` of `capacity` (one heavier than the whole is clamped
-    to it and runs alone), its part of `rpm` and `tpm`, and the least loaded key of `pool`. Where
-    there is no pool it goes with its caller's own key, which is known here by the client's name.
+    A call takes one of `slots` (or as many as its `places`) and `weight` of `capacity`; one heavier
+    than the whole is clamped to it and runs alone. It takes its part of `rpm` and `tpm`, and the
+    least loaded key of `pool`. Where there is no pool it goes with its caller's own key, which is
+    known here by the client's name.
 
     Strategy: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A flow is one client at
     one priority. A call's start tag is the later of the virtual time and its flow's finish tag;
@@ -4594,7 +4595,8 @@ class Upstream:
         self.is_llama = False  # its /props said so
         self.speeds = Speeds()
         self.affinity = Slots(0)
-        self.attempts = self._looked_at = 0  # how many there were when it was last looked at
+        self.attempts = 0
+        self._looked_at = 0  # how many attempts there were when it was last looked at
         self.on_model: Callable[[], None] = lambda: None  # it runs another one now
         self.is_reachable: bool | None = None
         self._left_at = -math.inf  # when it was gone
@@ -4767,7 +4769,7 @@ class Upstream:
                 connector = self._single  # once, and surely on a fresh one
 
     def _reached(self, is_reachable: bool, message: str = "") -> None:
-        """Say it once when that changes."""
+        """Say it once when that changes; what is back may be another server."""
         if self.is_reachable is not is_reachable:
             if self.is_reachable is False or message:
                 log.warning("%s", message or f"{self.base} is reachable")
@@ -8535,7 +8537,7 @@ class Board:
 
         async def change(operator: Operator) -> str:
             value = (await operator.status())["settings"][flag]  # of this moment
-            text = step(flag.replace("-", "_"), value, direction)
+            text = stepped(flag.replace("-", "_"), value, direction)
             if text is None:
                 return f"{flag}: Enter types a value"
             return await operator.change(flag, text)
@@ -8552,7 +8554,7 @@ class Board:
         self.work.append(lambda operator: operator.act("close", **wanted))
 
 
-def step(name: str, value: Any, direction: int) -> str | None:
+def stepped(name: str, value: Any, direction: int) -> str | None:
     """The next sensible value of a setting as text; None where only typing helps.
 
     Times and money go 1, 2, 5, 10; counts by one, large ones by a digit; sizes double. Words that
@@ -10406,14 +10408,10 @@ def _open_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def main(argv: list[str] | None = None) -> int:
-    _open_standard_files()
-    words_ = sys.argv[1:] if argv is None else argv
-    if not words_ or (words_[0] not in COMMANDS and words_[0] not in ("-h", "--help", "--version")):
-        words_ = ["serve", *words_]
+def _parser() -> _Parser:
     parser = _Parser(
         prog="llmproxy", description="A local proxy for LLM calls. Without a command: serve.",
         epilog="llmproxy COMMAND --help tells more; without a command, llmproxy serve --help.",
@@ -10429,6 +10427,15 @@ def main(argv: list[str] | None = None) -> int:
         sub.set_defaults(run=command, parser=sub)
         if add is not None:
             add(sub)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    _open_standard_files()
+    words_ = sys.argv[1:] if argv is None else argv
+    if not words_ or (words_[0] not in COMMANDS and words_[0] not in ("-h", "--help", "--version")):
+        words_ = ["serve", *words_]
+    parser = _parser()
     logging.basicConfig(handlers=[stderr_log], level=logging.WARNING)
     try:
         if words_[:2] == ["completion", "words"]:  # what is being typed need not be right

@@ -557,6 +557,7 @@ def test_admin_key_is_never_shown() -> None:
         ("a = [\n[1],\n]\n[model.m]\n", {"rpm": 2}, "a = [\n[1],\n]\nrpm = 2\n[model.m]\n"),
         ('name = """\nrpm = 5\n"""\n', {"rpm": 2}, None),
         ("a = { rpm = 1 }\n", {"rpm": 2}, "a = { rpm = 1 }\nrpm = 2\n"),
+        ("rpm = 1\r\ntpm = 2\r\n", {"rpm": 2, "port": 1}, "rpm = 2\r\ntpm = 2\r\nport = 1\r\n"),
     ],
 )  # fmt: skip
 def test_settings_are_written_into_a_file_that_stays_as_it_is(
@@ -4501,16 +4502,22 @@ async def test_timings_come_back_where_the_server_had_put_them() -> None:
         assert full[2] == b"".join([*STREAM, moved, DONE]) and up.calls == 2
 
 
-@pytest.mark.parametrize("events", [[], [DONE], [b'data: {"choices":null}\n\n', DONE]])
+@pytest.mark.parametrize(
+    "events", [[], [DONE], [b'data: {"choices":null}\n\n', DONE], [*STREAM[:2], DONE]]
+)
 @aio
 async def test_a_stream_that_holds_no_answer_is_none(events: list[bytes]) -> None:
     async def answer(exchange: Exchange) -> None:
         await exchange.stream(events)
 
-    async with stand_in(answer, retries=0) as (_, caller):
+    async with stand_in(answer, retries=0) as (up, caller):
         for _ in range(2):
             status, _, body = await caller.fetch(ask())
             assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_incomplete")
+        assert up.calls == 2  # and it is not kept
+        await caller.fetch(ask(stream=True))
+        events[:] = WHOLE
+        assert (await caller.fetch(ask()))[0] == 200
 
 
 @aio
@@ -6443,7 +6450,7 @@ def test_interactive_table_fits(width: int, height: int, shows_help: bool) -> No
     ],
 )  # fmt: skip
 def test_a_step_is_sensible_and_can_be_used(name: str, value: Any, up: str, down: str) -> None:
-    assert (llmproxy.step(name, value, 1), llmproxy.step(name, value, -1)) == (up, down)
+    assert (llmproxy.stepped(name, value, 1), llmproxy.stepped(name, value, -1)) == (up, down)
     for text in (up, down):
         if text is not None:
             Settings().assign(name, [text], "x")
@@ -7337,6 +7344,40 @@ def test_completion_scripts_are_valid(shell: str) -> None:
     assert "llmproxy completion words" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script.encode(), check=True)
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_closed_standard_files_end_nothing(closed: int) -> None:
+    args = [*PROXY, "--port", "0", "--upstream", "mock:", "--state", "none", "--log", "json"]
+    redirect = " ".join(f"{n}>&-" if n == closed else f"{n}>/dev/null" for n in (1, 2))
+    redirect += " <&-" if closed == 0 else " </dev/null"
+    pid = Path(tempfile.mkdtemp()) / "pid"
+    words = " ".join([*args, "--pid-file", str(pid)])
+    proc = subprocess.Popen(["/bin/sh", "-c", f"exec {words} {redirect}"], env={
+        **os.environ, "XDG_CONFIG_HOME": "/nonexistent"})  # fmt: skip
+    try:
+        end_at = time.monotonic() + 15
+        while not pid.exists():
+            assert time.monotonic() < end_at and proc.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.1)
+        proc.send_signal(signal.SIGTERM)
+        assert proc.wait(15) == 0 and not pid.exists()
+    finally:
+        proc.kill()
+        proc.wait()
+        shutil.rmtree(pid.parent)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code, error = fails("check", "--config", str(tmp_path / "pipe"))
+    assert code == 2 and "is no file" in error
+    code, error = fails("serve", "--port", "0", "--pid-file", str(tmp_path / "pipe"))
+    assert code == 2 and "is no file" in error
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*PROXY, "check"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1 and done.stderr.count(b"\n") == 1
 
 
 @pytest.mark.parametrize("command", llmproxy.COMMANDS)
