@@ -7965,7 +7965,7 @@ async def picture(width: int = 100, height: int = 34) -> str:
         while True:
             body = ask(f"Tell me about {rng.choice(['bees', 'the sea', 'trees', 'stars'])}.")
             body |= {"model": "smollm2", "max_tokens": rng.choice([20, 60, 120])}
-            await caller.fetch({**body, "stream": rng.random() < 0.5, "seed": rng.randint(1, 6)})
+            await caller.fetch({**body, "stream": rng.random() < 0.5, "seed": rng.randint(1, 40)})
             await asyncio.sleep(rng.uniform(0, 1.5))
 
     with llama(0, 4, 8192) as (_, base):
