@@ -6232,8 +6232,10 @@ def test_service_manager_is_told_and_sighup_reads_the_file_again(tmp_path: Path)
         def hang_up(said: str) -> None:
             proc.send_signal(signal.SIGHUP)
             assert proc.stderr is not None
-            while said not in (line := proc.stderr.readline()):
-                assert line
+            text = ""
+            while said not in text:
+                assert select.select([proc.stderr], [], [], 15)[0], (said, text)
+                text += os.read(proc.stderr.fileno(), 4096).decode()
             while told() != ["READY=1"]:
                 pass
 
