@@ -9102,7 +9102,7 @@ class Bench:
         self.has_mock = False
         self.speed = 1.0
         self.model, self.headers = "bench", dict[str, str]()
-        self.set_rpm: Callable[[int | None], Any] = lambda rpm: None  # of a proxy of our own
+        self.tune: Callable[[str], Any] = lambda scenario: None  # a proxy of our own, to fit it
         self.counted: Callable[[], int] = lambda: 0  # upstream calls, as the proxy counts them
         self.scenes: list[Scene] = []  # of the scenario that runs
         self._nonce = secrets.token_hex(4)  # nothing is answered from an earlier run
@@ -9120,11 +9120,14 @@ class Bench:
             before = await self._mock.set(mode="ok", rpm=0, reset=True) if self.has_mock else 0
             counted = self.counted()
             began_at = time.monotonic()
+            self.tune(name)
             try:
                 async with asyncio.timeout(limit_s):
                     await self._play(name, scene, f"{self._nonce} {name} {side}")
             except TimeoutError:
                 scene.note = f"stopped after {limit_s:g} s"
+            finally:
+                self.tune("")
             scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
             if self.has_mock:
                 scene.reached = await self._mock.set(mode="ok", rpm=0) - before
@@ -9165,11 +9168,7 @@ class Bench:
         elif name == "gate":
             await self._mock.set(rpm=60)
             scene.limit_s = 100.0
-            self.set_rpm(60)
-            try:
-                await scene.herd(f"{tag}: question {n}?" for n in range(100))
-            finally:
-                self.set_rpm(None)
+            await scene.herd(f"{tag}: question {n}?" for n in range(100))
         else:
             mode = "503" if name == "outage" else "hang"
             times_s = (15 / speed, 60 / speed, max(15 / speed, 6.0))  # health is asked every 2 s
@@ -9803,11 +9802,8 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
                 raise ConfigError(f"bench: {upstream} is on the other machine: run it there")
         bench = Bench(session, proxy, upstream)
         bench.speed, bench.model, bench.counted = speed, args.model, counted
-        if args.url is None and settings.rpm is None:
-            before_s = settings.queue_timeout
-            bench.set_rpm = lambda rpm: control.change(
-                {"rpm": rpm, "queue-timeout": before_s if rpm is None else 90}
-            )
+        if args.url is None:
+            bench.tune = functools.partial(_tune, control, dataclasses.replace(settings), speed)
         bench.has_mock = await MockControl(session, upstream).is_there()
         bench.headers = _key_headers(args.key_env)
         names = args.only or [n for n in SCENARIOS if bench.has_mock or n not in FAULTS]
@@ -9827,6 +9823,22 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
     else:
         _plain_console().print(bench_table(record))
     return 0
+
+
+def _tune(control: Control, given: Settings, speed: float, scenario: str) -> None:
+    """Fit a proxy of our own to a scenario, but for what was set by hand; then as it was."""
+    timeout_s = given.timeout if isinstance(given.timeout, float) else 30.0
+    fitting: dict[str, dict[str, Any]] = {
+        "gate": {"rpm": 60, "queue-timeout": 90},
+        "hang": {"timeout": round(max(1.0, timeout_s / speed), 3)},  # its silence is shorter too
+    }
+    before = {name: getattr(given, name) for name in ("rpm", "queue_timeout", "timeout")}
+    wanted = {flag_name(name): value for name, value in before.items()}
+    wanted |= {
+        flag: value for flag, value in fitting.get(scenario, {}).items()
+        if flag.replace("-", "_") not in given.given
+    }  # fmt: skip
+    control.change(wanted, "bench")
 
 
 def _key_headers(name: str | None) -> dict[str, str]:
