@@ -5182,7 +5182,8 @@ class Upstream:
             self._pulse.saw(counts.get(b"requests_processing") != b"0", moving)
         else:
             self._pulse.saw(True, None)
-            if len(self._looks) > 1:
+            is_passing = status in TRANSIENT  # it loads, or has a bad moment
+            if len(self._looks) > 1 and not is_passing:
                 self._looks.pop(0)
 
     def _read_slots(self, body: bytes) -> bool:
@@ -8619,14 +8620,16 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
     try:
         import termios
         import tty
-
-        fd = sys.stdin.fileno() if sys.stdin is not None else -1
-        before: list[Any] | None = termios.tcgetattr(fd)
+    except ImportError:  # Windows
+        yield False
+        return
+    before: list[Any] | None = None
+    with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
         with contextlib.suppress(OSError):  # it does not control us
             if os.tcgetpgrp(fd) != os.getpgrp():  # in the background reading would stop us
                 before = None
-    except (ImportError, OSError, ValueError, termios.error):
-        before = None
     if before is None:
         yield False
         return

@@ -4697,6 +4697,11 @@ async def test_a_silent_server_is_watched(monkeypatch: pytest.MonkeyPatch) -> No
         {"/slots": (501, {}), "/metrics": (501, {})},  # /health is all that is left
     ):
         async with stand_in(answer, **settings) as (up, caller):
+            up.facts["/slots"] = (503, {})  # a bad moment is not "I have none"
+            caller.upstream.attempts += 1
+            await until(lambda: caller.upstream._looked_at)
+            await settle()
+            assert caller.upstream._looks[0] == "/slots"
             up.facts |= facts
             release.clear()
             call = asyncio.create_task(caller.fetch(ask()))
@@ -6463,6 +6468,12 @@ def test_keys_are_told_apart_whatever_a_terminal_sends() -> None:
     assert keys == ["up", "down", "q", "x", "enter", "backspace", "?", "世", "right"]
     assert llmproxy.split_keys("\x1b") == ["esc"]
     assert llmproxy.split_keys("\x1b[200~hello wq\x1b[201~p") == ["p"]  # pasted text is no keys
+
+
+def test_there_is_no_keyboard_where_there_is_no_termios(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "termios", None)  # as on Windows
+    with llmproxy.keyboard(lambda key: None) as has_keys:
+        assert has_keys is False
 
 
 @aio
