@@ -7142,8 +7142,10 @@ class Control:
             new = {n: writable(n, v) for n, v in values.items() if v != getattr(there, n)}
             if new:
                 replace_file(path, with_settings(text, new))
-                if settings.again is not None:
-                    self._loaded = settings.again()
+                if settings.again is not None:  # what else was edited is for the next reload
+                    fresh = settings.again()
+                    saved = {name: getattr(fresh, name) for name in new}
+                    self._loaded = dataclasses.replace(self._loaded, **saved)
         return path
 
     def reload(self) -> str:

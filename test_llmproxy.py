@@ -6564,11 +6564,12 @@ async def test_saved_and_removed_settings_are_what_a_reload_compares_with(tmp_pa
         settings.again = lambda: llmproxy.load_settings({}, {}, config)
         control._loaded = settings.again()
         control.change({"timeout": 20})
+        config.write_text(config.read_text() + "queue_size = 77\n")  # edited, not yet reloaded
         control.save(["timeout"])
         control.change({"timeout": 10})
         config.write_text(config.read_text() + "retries = 5\n")
-        assert control.reload() == "changed retries" and settings.timeout == 10
-        config.write_text("retries = 5\n")
+        assert control.reload() == "changed queue-size, retries" and settings.timeout == 10
+        config.write_text("retries = 5\nqueue_size = 77\n")
         assert control.reload() == "changed timeout"
         assert settings.timeout == 30 and "timeout" not in settings.given  # not by hand any more
 
