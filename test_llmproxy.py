@@ -7653,7 +7653,7 @@ async def test_llama_slots_are_free_at_once_when_a_plain_caller_leaves() -> None
                         await asyncio.sleep(0.02)
                     took_s.append(time.monotonic() - left_at)
                     assert not stream.done()
-            assert min(took_s) < 1.0  # some 0.05 s on a quiet machine; else to its end, 8 s
+            assert min(took_s) < 1.0  # under 0.1 s on a quiet machine; else to its end
             stream.cancel()
             await asyncio.gather(stream, return_exceptions=True)
 
