@@ -2120,7 +2120,6 @@ class TextSize:
         return cls(units, len(text) - len(data), len(texts), len(text), tokens, blobs)
 
 
-NO_TEXT = TextSize()
 _LETTERS = string.ascii_letters.encode()
 
 
@@ -2170,15 +2169,15 @@ class Learned:
         """Whether the last call's text is worth to be measured."""
         return self._calls <= 100 or self._calls % 8 == 0
 
-    def teach(self, usage: Usage, elapsed_s: float) -> None:
-        """A call has reported what it used."""
+    def teach(self, output_tokens: int, elapsed_s: float) -> None:
+        """A call has reported what it wrote."""
         self._calls += 1
-        if usage.completion > 0:
-            self._outputs.append(usage.completion)
+        if output_tokens > 0:
+            self._outputs.append(output_tokens)
             if len(self._outputs) >= 20 and self._calls % 10 == 0:
                 self._output_p95 = int(percentile(self._outputs, 0.95))
-            if usage.completion >= 10:  # shorter ones measure the prompt, not the speed
-                self.token_s += 0.2 * (elapsed_s / usage.completion - self.token_s)
+            if output_tokens >= 10:  # shorter ones measure the prompt, not the speed
+                self.token_s += 0.2 * (elapsed_s / output_tokens - self.token_s)
 
     def teach_prompt(self, size: TextSize, tokens: int) -> None:
         """How many tokens a measured text came to."""
@@ -7663,7 +7662,7 @@ class Gateway:
                 record.usage = usage
                 lease.settle(usage)
                 if not usage.is_estimated and request.doc:
-                    target.learned.teach(usage, self.clock() - lease.sent_at)
+                    target.learned.teach(usage.completion, self.clock() - lease.sent_at)
                     if target.learned.is_curious:
                         target.learned.teach_prompt(request.size, usage.prompt)
             if b'"timings"' in plain:

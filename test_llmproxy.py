@@ -919,6 +919,23 @@ async def test_gate(
 
 
 @on_clock
+async def test_gate_forgets_nobody_whose_pause_ends_while_it_looks(clock: FakeClock) -> None:
+    def ticking() -> float:
+        clock.now += 1e-4  # the time that passes between two looks
+        return clock.now
+
+    for n in range(40):
+        gate, demand = Gate(4, 100, ticking), Demand()
+        permit = await gate.enter(demand)
+        permit.strike("429", 1.0)
+        permit.leave()
+        clock.now = gate.free_at(demand) - n * 1e-4
+        before = clock.now
+        (await gate.enter(demand)).leave()
+        assert clock.now - before < 0.1
+
+
+@on_clock
 async def test_gate_shares_by_what_was_used_and_by_priority(clock: FakeClock) -> None:
     gate, order = Gate(1, 10, clock), list[str]()
 
@@ -1153,7 +1170,7 @@ def test_learned_estimates_converge() -> None:
     assert 80 <= learned.prompt_tokens(prompt) <= 150 and learned.output_tokens(None) == 1024
     assert learned.worst_tokens(prompt) > 200 and learned.output_tokens(16) == 16
     for _ in range(40):
-        learned.teach(Usage(200, 0, 50), 5.0)
+        learned.teach(50, 5.0)
         learned.teach_prompt(prompt, 200)
     assert learned.prompt_tokens(prompt) == pytest.approx(200, rel=0.03)
     assert 200 < learned.worst_tokens(prompt) < 300
