@@ -4437,8 +4437,11 @@ class Link(ResponseHandler):
             raise self.error
 
     def take(self) -> bytes:
-        """What has come of the body."""
-        return self.payload.read_nowait(-1)  # type: ignore[no-any-return]
+        """What has come of the body; while it is taken, a parser that had stopped goes on."""
+        data: bytes = self.payload.read_nowait(-1)
+        while data and (more := self.payload.read_nowait(-1)):
+            data += more
+        return data
 
     @property
     def is_over(self) -> bool:
@@ -6767,6 +6770,7 @@ class Exchange:
         self._chunk()
         while not (link.is_over or self.is_cut):
             if flight.is_ahead:
+                link.sink = None  # what comes while we take would go out before what we took
                 link.rest(True)
                 link._pause_transport_reading()
                 await flight.room()

@@ -4010,6 +4010,35 @@ async def test_unknown_routes_pass_and_uploads_and_downloads_stream_through() ->
 
 
 @aio
+async def test_a_burst_of_many_small_chunks_comes_whole_and_in_order(monkeypatch: Patch) -> None:
+    """aiohttp's parser stops at many of them, and goes on while what it has is taken."""
+    monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 3_000_000)
+    monkeypatch.setattr(llmproxy, "FLIGHT_WINDOW_BYTES", 40_000)
+
+    async def answer(exchange: Exchange) -> None:
+        lines, kind = [b"%07d\n" % n for n in range(int(exchange.headers["x-lines"]))], "text/plain"
+        if exchange.method == "POST":
+            kind = "text/event-stream" if exchange.json.get("stream") else "application/json"
+            lines = [b'{"x":"', *[line[:7] for line in lines], b'"}']
+            if kind == "text/event-stream":
+                lines = [b"data: ", *lines, b"\n\n", chunk("x", "stop"), DONE]
+        await exchange.begin(kind)
+        await exchange.send(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in lines))
+        await exchange.end()
+
+    async with upstream(answer) as up, proxy(up.base, timeout=2) as caller:
+        for lines in (20_000, 50_000, 400_000):
+            body = b"".join(b"%07d\n" % n for n in range(lines))
+            more = {"x-lines": str(lines)}
+            async with caller.session.get(caller.url + "/v1/x", headers=more) as response:
+                await asyncio.sleep(0.1)  # it lags behind, where that fills its socket
+                assert await response.read() == body
+            for doc in (ask(str(lines)), ask(str(lines), stream=True)):
+                status, _, data = await caller.fetch(doc, headers=more)
+                assert status == 200 and body.replace(b"\n", b"") in data, (lines, doc)
+
+
+@aio
 async def test_twenty_megabytes_pass_and_too_large_is_413_chunked_and_not() -> None:
     image = json.dumps(ask("A" * 20_000_000)).encode()
 
