@@ -115,7 +115,7 @@ MAX_HEADERS = 1024  # of an answer; aiohttp's 128 is less than some gateways add
 TAIL_BYTES = 16_384  # of an answer that only passes, where its usage is looked for
 FOLD_S = 0.01  # after which calls that have ended are counted and logged, together
 IDLE_S = 4.0  # upstream keep-alive: llama.cpp closes after 5.0 s idle
-CALLER_S = 60.0  # an upload that stalls longer is ended
+CALLER_S = 60.0  # a caller that sends or takes nothing for longer is cut off
 DRAIN_S = 30.0  # what calls in flight get after SIGTERM
 HEALTH_EVERY_S, HEALTH_LIMIT_S = 2.0, 1.5
 LOOK_S = 1.5  # between two looks at llama.cpp: asked for its slots more often, it misses hang-ups
@@ -1078,7 +1078,7 @@ class Bucket:
             self.bias = ratio if self.bias == 1.0 else self.bias + 0.3 * (ratio - self.bias)
 
     def correct(self, spent: _Spent, amount: int) -> None:
-        if self.used >= 0 and spent.back_at > self._clock():
+        if spent.back_at > self._clock():
             self._spent_sum += amount - spent.amount
             spent.amount = amount
 
@@ -3868,7 +3868,7 @@ def spend_query(by: str, since_unix: float) -> tuple[str, list[Any]]:
         "sum(fate IN ('miss', 'bypass')) AS upstream_calls, "
         "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN tokens_in END), 0) AS tokens_in, "
         "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN tokens_out END), 0) AS tokens_out, "
-        "coalesce(sum(cost_micros), 0) / 1e6 AS cost_usd, "
+        f"{SPENT} / 1e6 AS cost_usd, "
         "coalesce(sum(CASE WHEN cost_micros IS NULL THEN tokens_in + tokens_out END), 0) "
         "AS unpriced_tokens, "
         "coalesce(sum(saved_micros), 0) / 1e6 AS saved_usd "
@@ -4344,10 +4344,6 @@ class Failure:
     status: int = 0  # that it means; a stream may say 200 first
     retry_after_s: float | None = None
     answer: tuple[Head, bytes] | None = None
-
-    @property
-    def is_held_back(self) -> bool:
-        return self.status == 429
 
     @property
     def is_unsent(self) -> bool:
@@ -6392,7 +6388,8 @@ class Lease:
     async def reserve(self) -> None:
         """What the call can cost at most, of every budget, before it waits for anything else."""
         request, demand, accounts = self.record.request, self.demand, self._accounts
-        if (accounts.is_plain and not self.record.task) or self.target is None:
+        assert self.target is not None
+        if accounts.is_plain and not self.record.task:
             return
         prompt = demand.prompt_tokens
         if not request.doc:
@@ -6409,12 +6406,10 @@ class Lease:
         """A turn at the gate."""
         assert self.target is not None
         gate, timing = self.target.upstream.gate, self.record.timing
-        self.permit = gate.enter_now(self.demand)
-        if self.permit is None:
-            self.permit = await gate.enter(
-                self.demand, timing, queue_size=settings.queue_size,
-                timeout_s=max(0.001, settings.queue_timeout - timing.waited_s), chances=chances,
-            )  # fmt: skip
+        self.permit = await gate.enter(
+            self.demand, timing, queue_size=settings.queue_size,
+            timeout_s=max(0.001, settings.queue_timeout - timing.waited_s), chances=chances,
+        )  # fmt: skip
 
     def admit(self) -> None:
         """An attempt begins. Raises circuit_open; what costs nothing is under no circuit."""
@@ -6537,7 +6532,6 @@ class Plan:
     total_s: float | None
     is_stream: bool = False  # is asked for
     usage_body: bytes | None = None  # the same, asking for usage too
-    upload: Upload | None = None
 
 
 class Exchange:
@@ -6548,7 +6542,7 @@ class Exchange:
         self._flight, self._lease, self._plan = flight, lease, plan
         self._request: Request = lease.record.request
         self._upstream = lease.target.upstream
-        self._link: Link | None = None
+        self._link = cast(Link, None)  # until there is one
         self._head = NO_HEAD
         self._events: Events | None = None
         self._began_key = b""  # what may be the beginning of a key of ours, held back
@@ -6601,13 +6595,14 @@ class Exchange:
 
     async def _send(self) -> Link:
         plan, lease, method = self._plan, self._lease, self._request.method
+        upload = self._flight.upload
         key = lease.permit.key if lease.permit is not None else None
         block = plan.block + self._upstream.key_line(key, self._request.dialect)
         limits: dict[str, Any] = {"first_s": plan.first_s, "total_s": plan.total_s}
-        if plan.upload is None:
+        if upload is None:
             body = plan.usage_body or plan.body or b""
             return await self._upstream.exchange(method, plan.raw_path, block, body, **limits)
-        plan.upload.expect()
+        upload.expect()
         length = self._request.low.get("content-length")
         framing = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
         block += framing.encode() + b"\r\n"
@@ -6615,7 +6610,7 @@ class Exchange:
         self._link = link = await self._upstream.open(
             method, plan.raw_path, block, None, is_fresh=True, **limits
         )
-        sending = asyncio.create_task(self._send_upload(plan.upload, link))
+        sending = asyncio.create_task(self._send_upload(upload, link))
         try:
             await link.head()
         finally:
@@ -6649,7 +6644,7 @@ class Exchange:
 
     async def _body(self, begun: bytes = b"") -> bytes | None:
         """All of the answer's body; None where it is too long to be held, and is on its way."""
-        link, parts, size = cast(Link, self._link), [begun] if begun else [], len(begun)
+        link, parts, size = self._link, [begun] if begun else [], len(begun)
         while True:
             if part := link.take():
                 parts.append(part)
@@ -6688,8 +6683,7 @@ class Exchange:
         return None
 
     async def _stream(self) -> Failure | None:
-        head, link = self._head, cast(Link, self._link)
-        is_coded = head.is_coded
+        head, is_coded = self._head, self._head.is_coded
         begun = b"" if is_coded else await self._first_event()
         if (found := stream_error(first_event(begun) or b"")) is not None:
             return await self._failed_stream(begun, found)
@@ -6707,13 +6701,12 @@ class Exchange:
         except NO_ANSWER:
             if not self._judge_end():  # else only the last chunk was missing
                 raise
-        is_whole_ = self._judge_end()
+        has_ended = self._judge_end()
         # Without a length or a last chunk, only the stream itself can tell that it is whole.
-        is_open = not (is_whole_ or self.has_failed or is_coded or self.is_cut)
+        is_open = not (has_ended or self.has_failed or is_coded or self.is_cut)
         may_be_cut = head.ends_with_connection or self._upstream.llama.is_known
         if is_open and self._flight.size_bytes and may_be_cut:
             raise aiohttp.ClientPayloadError
-        link.sink = None
         return None
 
     def _judge_end(self) -> bool:
@@ -6727,7 +6720,7 @@ class Exchange:
 
     async def _assemble(self) -> Failure | None:
         """A plain answer, of llama.cpp's stream."""
-        assembly, link, parts = Assembly(), cast(Link, self._link), list[bytes]()
+        assembly, link, parts = Assembly(), self._link, list[bytes]()
         try:
             while not link.is_over:
                 if part := link.take():
@@ -6766,7 +6759,7 @@ class Exchange:
 
     async def _flow(self) -> None:
         """The rest of the answer: each chunk goes on from within the callback that brings it."""
-        link, flight = cast(Link, self._link), self._flight
+        link, flight = self._link, self._flight
         self._chunk()
         while not (link.is_over or self.is_cut):
             if flight.is_ahead:
@@ -6784,7 +6777,7 @@ class Exchange:
 
     def _chunk(self) -> None:
         """The hot path of a stream: no task, no timer, no lock and no parsing per chunk."""
-        link, flight = cast(Link, self._link), self._flight
+        link, flight = self._link, self._flight
         if part := link.take():
             self._give(part)
         if link.is_over or self.is_cut or flight.is_ahead:
@@ -6827,7 +6820,7 @@ class Exchange:
 
     async def _first_event(self) -> bytes:
         """What comes until an event says something: it may be an error, which can be retried."""
-        link = cast(Link, self._link)
+        link = self._link
         begun = link.take()
         while not (link.is_over or first_event(begun) or len(begun) > SLICE_BYTES):
             await link.news()
@@ -6839,7 +6832,7 @@ class Exchange:
 
     async def _failed_stream(self, begun: bytes, found: tuple[int, bytes]) -> Failure:
         """A stream that begins with an error: that error, with all that came as its answer."""
-        link = cast(Link, self._link)
+        link = self._link
         with contextlib.suppress(*NO_ANSWER):
             async with asyncio.timeout(1.0):
                 while not link.is_over and len(begun) <= SLICE_BYTES:
@@ -7402,7 +7395,8 @@ class Gateway:
                 flights.alias(alias, key)
             return found
         record.fate = "miss"
-        flight = self._lead(record, key, passes=False)
+        request.check_model(request.model)
+        flight = Flight(key, record, False, self.abandon)
         if request.may_join:
             flights.start(flight)
             if alias:
@@ -7422,10 +7416,6 @@ class Gateway:
             request.model = ""
             raise ProxyError("invalid_request", "a key is no model")
         return meaning
-
-    def _lead(self, record: Record, key: bytes, passes: bool) -> Flight:
-        record.request.check_model(record.request.model)
-        return Flight(key, record, passes, self.abandon)
 
     def _pass(self, record: Record, upload: Upload) -> Flight:
         """What is not joined goes the same way, straight through."""
@@ -7544,7 +7534,7 @@ class Gateway:
             if failure is None:
                 return
             if is_last or not failure.is_outage:
-                self._give_up(flight, lease, failure)
+                self._give_up(flight, failure)
                 return
 
     async def _ask(self, flight: Flight, lease: Lease, target: Target) -> Failure | None:
@@ -7657,12 +7647,11 @@ class Gateway:
         if head is None or head.status >= 300 or record.request.method == "HEAD":
             return
         request = record.request
-        has_slot = request.may_cost
         body = bytes(exchange.tail) if flight.passes else flight.held()
         plain = decoded(body, head)
         try:
             usage = self._used(lease, exchange, head, plain)
-            if has_slot:
+            if request.may_cost:
                 record.usage = usage
                 lease.settle(usage)
                 if not usage.is_estimated and request.doc:
@@ -7734,7 +7723,7 @@ class Gateway:
         else:
             lease.heed(failure.answer[0])
 
-    def _give_up(self, flight: Flight, lease: Lease, failure: Failure) -> None:
+    def _give_up(self, flight: Flight, failure: Failure) -> None:
         """The last failure is the answer: the upstream's own words where there are any."""
         if failure.answer is None:
             raise failure.error
@@ -7899,7 +7888,6 @@ class Gateway:
             first_s += lease.demand.output_tokens * target.learned.token_s
         block, raw_path = self._headers(request, target, flight.passes)
         plan = Plan(raw_path, block, body, first_s, silence_s, settings.total_timeout, is_stream)
-        plan.upload = flight.upload
         # llama.cpp tells it in `timings` as well; only who wants a plain answer needs the field.
         may_ask = is_stream and request.route is not None and request.route.takes_usage
         may_ask = may_ask and (not request.is_stream or not upstream.llama.is_known)
@@ -8060,7 +8048,7 @@ class Gateway:
             "version": __version__,
             "in_flight": self.in_flight,
             "queued": self.queued,
-            "callers": len(self.callers),
+            "callers": self.open_calls,
             **self.counters.status(),
             "open_circuits": [
                 {**c.shown(), "retry_in_s": round(c.retry_in_s, 1)}
