@@ -5648,6 +5648,7 @@ class Upload:
         self._request, self._payload, self._reply = request, payload, reply
         self._limit_bytes = limit_bytes
         self.is_empty = payload is EMPTY_PAYLOAD
+        self.is_sent = False
 
     def expect(self) -> None:
         """Refuse what is announced as too large, else ask for the body (RFC 9110 10.1.1)."""
@@ -5704,8 +5705,9 @@ class Upload:
             if part and link.transport is not None:
                 link.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
                 await link._drain_helper()
-        if is_chunked and link.transport is not None and self._payload.at_eof():
-            link.transport.write(b"0\r\n\r\n")
+        if self._payload.at_eof() and link.transport is not None:
+            link.transport.write(b"0\r\n\r\n" if is_chunked else b"")
+            self.is_sent = True
 
 
 NO_TIMING = "queue;dur=0.0, limit;dur=0.0, retry;dur=0.0, upstream;dur=0.0"
@@ -6616,6 +6618,8 @@ class Exchange:
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+            if not upload.is_sent:  # to the upstream, the next request would be the rest of it
+                link.force_close()
         return link
 
     async def _send_upload(self, upload: Upload, link: Link) -> None:

@@ -4010,6 +4010,42 @@ async def test_unknown_routes_pass_and_uploads_and_downloads_stream_through() ->
 
 
 @aio
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_connection_with_half_an_upload_is_not_used_again(is_chunked: bool) -> None:
+    """Else the next call, key and all, would be the rest of that upload."""
+    heads, uploads = list[bytes](), list[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                heads.append(head := await reader.readuntil(b"\r\n\r\n"))
+                found = re.search(rb"(?i)content-length: (\d+)", head)
+                if b"/v1/files" in head:  # it has seen enough, and keeps the connection
+                    writer.write(b"HTTP/1.1 413 X\r\nContent-Length: 2\r\n\r\n{}")
+                    uploads.append(b"")
+                    while len(uploads[-1]) < 324 and (part := await reader.read(324)):
+                        uploads[-1] += part
+                    continue
+                await reader.readexactly(int(found[1]) if found else 0)
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER
+                )
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, proxy(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as caller:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.split(":")[-1]))
+        framing = b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"
+        framing = framing if is_chunked else b"Content-Length: 324\r\n\r\nhalf"
+        writer.write(b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\n" + framing)
+        assert b" 413 " in await reader.readline()
+        status, _, data = await caller.fetch(ask("theirs"))
+        assert (status, data) == (200, ANSWER)
+        assert len(uploads) == 1 and b"theirs" not in uploads[0] and b"POST" not in uploads[0]
+        writer.close()
+
+
+@aio
 async def test_a_burst_of_many_small_chunks_comes_whole_and_in_order(monkeypatch: Patch) -> None:
     """aiohttp's parser stops at many of them, and goes on while what it has is taken."""
     monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 3_000_000)
