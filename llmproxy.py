@@ -4669,6 +4669,7 @@ class Upstream:
         self.gate = Gate(1, 1, clock, pool=pool)
         self.resize()
         self._health_path = "/health"
+        self.mark = f"llmproxy-{secrets.token_hex(8)}"  # on our questions: they may lead back to us
         self._check: asyncio.Task[bool] | None = None
         self._base_path = url.raw_path.rstrip("/")
         self._host = url.host_port_subcomponent or ""
@@ -4907,7 +4908,8 @@ class Upstream:
         """A small question of our own, beside the calls and on a connection of its own."""
         if block is None:
             block = self.key_line(None, "openai")
-        link = await self.open("GET", path, block + b"Connection: close\r\n", is_fresh=True)
+        block += f"Via: 1.1 {self.mark}\r\nConnection: close\r\n".encode()
+        link = await self.open("GET", path, block, is_fresh=True)
         body = b""
         try:
             status = (await link.head()).code
@@ -7281,6 +7283,10 @@ class Gateway:
             origin, request.origin = printable(request.origin), None
             why = f"browser origin {origin} may not call; see --allow-origin"
             raise ProxyError("forbidden_origin", why)
+        if request.low.get("transfer-encoding", "chunked").lower() != "chunked":
+            raise ProxyError("invalid_request", "of transfer codings only chunked is understood")
+        if "via" in request.low and any(u.mark in request.low["via"] for u in self.upstreams):
+            raise ProxyError("invalid_request", "an upstream leads back to this proxy")
         if request.host not in self._hosts:
             self.check_host(request.host, is_loopback(self.settings.host))
             if len(self._hosts) < MAX_MODELS:
@@ -9020,6 +9026,7 @@ class StderrLog(logging.Handler):
         self.setFormatter(_OneLine("%(message)s"))
         self.is_json = False
         self.is_journal = _is_journal()
+        self._last, self._last_unix, self._repeats = "", 0.0, 0
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._dropped = 0
         self._is_writing = False
@@ -9027,6 +9034,15 @@ class StderrLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
+        if text == self._last and record.created - self._last_unix < 1.0:
+            self._repeats += 1  # asyncio says a thousand times a second that no descriptor is free
+            return
+        if self._repeats:
+            self._put(record, f"{self._last} ({self._repeats} times more)")
+        self._last, self._last_unix, self._repeats = text, record.created, 0
+        self._put(record, text)
+
+    def _put(self, record: logging.LogRecord, text: str) -> None:
         if self.is_json:
             doc = {"time_unix": record.created, "level": record.levelname.lower(), "message": text}
             self.put(json.dumps(doc))
@@ -9142,11 +9158,23 @@ async def run(settings: Settings, console: Console | None) -> int:
     """The daemon's life: start, serve, drain on the first signal, end at once on a second."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
+    raise_file_limit()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
     stderr_log.is_json = settings.log == "json"
     async with Daemon(settings) as daemon:
         return await _run(daemon, console, signals)
+
+
+def raise_file_limit() -> None:
+    """As many descriptors as the system lets us have: a call takes two."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # no such limit, or no such right
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _run(daemon: Daemon, console: Console | None, signals: asyncio.Queue[int]) -> int:

@@ -21,11 +21,13 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import pty
 import random
 import re
+import resource
 import select
 import selectors
 import shutil
@@ -4010,6 +4012,43 @@ async def test_unknown_routes_pass_and_uploads_and_downloads_stream_through() ->
 
 
 @aio
+async def test_a_transfer_coding_that_would_be_lost_is_refused() -> None:
+    async with upstream() as up, proxy(up.base) as caller:
+        for coding, wanted in ("gzip, chunked", 400), ("identity, chunked", 400), ("Chunked", 200):
+            port = int(caller.url.split(":")[-1])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = json.dumps(ask(coding)).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {coding}\r\n\r\n"
+            writer.write(head.encode() + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+            assert int((await reader.readline()).split()[1]) == wanted, coding
+            writer.close()
+        assert up.calls == 1
+
+
+@aio
+async def test_a_question_that_comes_back_to_its_asker_goes_no_further() -> None:
+    """Two proxies before each other; what asks for health would go round for ever."""
+    port = 0
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+
+        async def pass_on(one: asyncio.StreamReader, other: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await one.read(65536):
+                    other.write(data)
+            other.close()
+
+        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    async with server, proxy(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as caller:
+        port = int(caller.url.split(":")[-1])
+        assert (await caller.gateway.upstreams[0].get("/health"))[0] == 400
+        assert caller.status()["requests"] <= 4  # with those of the start
+
+
+@aio
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_a_connection_with_half_an_upload_is_not_used_again(is_chunked: bool) -> None:
     """Else the next call, key and all, would be the rest of that upload."""
@@ -5008,6 +5047,32 @@ async def test_a_log_line_a_call_and_messages_in_the_same_form(kind: str, tmp_pa
         at, begin = ("<6>", "<4>") if kind == "journal" else (r"\d\d:\d\d:\d\d ", "llmproxy: ")
         call = r"miss     200 POST /v1/chat/completions model=m\?\[31m client="
         assert re.match(at + call, lines[0]) and lines[1].startswith(begin + "draining"), lines
+
+
+def test_a_message_that_repeats_is_said_once_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    made = llmproxy.StderrLog()
+    for n, text in enumerate(["no descriptor"] * 1000 + ["other"] * 2):
+        record = logging.LogRecord("asyncio", logging.ERROR, "", 0, text, None, None)
+        record.created = 1000.0 + n * 0.0005 + (n == 1001)  # the last: a second later
+        made.emit(record)
+    made.flush()
+    repeats = "llmproxy: no descriptor (999 times more)"
+    wanted = ["llmproxy: no descriptor", repeats, "llmproxy: other", "llmproxy: other"]
+    assert capfd.readouterr().err.splitlines() == wanted
+
+
+@pytest.mark.skipif(
+    not hasattr(resource, "prlimit"), reason="the system shows nobody else's limits"
+)
+def test_the_daemon_takes_the_descriptors_that_it_may_have() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with process("--upstream", "mock:", "--port", "0", "--state", "none") as (proc, _):
+            now, _ = resource.prlimit(proc.pid, resource.RLIMIT_NOFILE)
+            assert now == min(65536, hard if hard >= 0 else 65536) > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @aio
