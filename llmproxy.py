@@ -74,8 +74,16 @@ import urllib.parse
 import urllib.request
 import zlib
 from array import array
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -88,13 +96,16 @@ import tomli_w
 from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.client_proto import ResponseHandler
-from aiohttp.http import RawRequestMessage
+from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import EMPTY_PAYLOAD
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 __version__ = "0.1.0"
 
@@ -148,16 +159,8 @@ class ConfigError(Exception):
     """A setting that cannot be used. The message names where it stands and says the mend."""
 
 
-class LedgerError(Exception):
-    """The ledger cannot be read; the message says the mend."""
-
-
-class RemoteError(Exception):
-    """A daemon that cannot be asked, or that refused; the message says the mend."""
-
-
-class ListenError(Exception):
-    """The address cannot be listened on; the message says the mend."""
+class CannotError(Exception):
+    """No fault of the settings: an address, a ledger or a daemon that is not to be had."""
 
 
 # code: status, OpenAI type, Anthropic type, x-should-retry
@@ -266,15 +269,18 @@ def _refuse(what: str) -> NoReturn:
     raise ValueError(f"wants {what}")
 
 
-def _number(units: Mapping[str, float], what: str, is_allowed: Callable[[float], bool]) -> Parser:
+def _number(
+    units: Mapping[str, float], what: str, is_allowed: Callable[[float], bool] = lambda value: True,
+    make: Callable[[float], Any] = float,
+) -> Parser:  # fmt: skip
     """A parser of numbers with a unit."""
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)", text.strip().lower())
         if not match or match[2] not in units:
             _refuse(what)
         value = float(match[1]) * units[match[2]]
-        return value if is_allowed(value) else _refuse(what)
+        return make(value) if is_allowed(value) else _refuse(what)
 
     return parse
 
@@ -288,21 +294,19 @@ def _matching(pattern: str, what: str, make: Callable[[str], Any] = str) -> Pars
     return parse
 
 
-def _any(value: float) -> bool:
-    return True
-
-
 parse_seconds = _number(_SECONDS, "seconds above 0, like 30 or 1.5s or 5m", bool)
-parse_seconds_or_zero = _number(_SECONDS, "seconds, like 30 or 1.5s or 5m", _any)
-parse_span = _number({**_SECONDS, "d": 86400.0}, "a span, like 30m, 12h or 7d", _any)
-parse_days = _number({"": 1.0, "d": 1.0, "days": 1.0}, "days, like 90", _any)
-parse_usd = _number({"": 1.0, "usd": 1.0}, "an amount in USD, like 5 or 0.25", _any)
+parse_seconds_or_zero = _number(_SECONDS, "seconds, like 30 or 1.5s or 5m")
+parse_span = _number({**_SECONDS, "d": 86400.0}, "a span, like 30m, 12h or 7d")
+parse_days = _number({"": 1.0, "d": 1.0, "days": 1.0}, "days, like 90")
+parse_usd = _number({"": 1.0, "usd": 1.0}, "an amount in USD, like 5 or 0.25")
 parse_share = _number({"": 1.0}, "a share above 0 and at most 1", lambda value: 0 < value <= 1)
-parse_bytes = _number(_BYTES, "a size, like 64MiB", _any)
+parse_size = _number(_BYTES, "a size, like 64MiB", make=int)
 parse_count = _matching(r"\s*0*[1-9]\d{0,14}\s*", "a whole number above 0", int)
 parse_count_or_zero = _matching(r"\s*\d{1,15}\s*", "a whole number", int)
 parse_host = _matching(r"[\w.:%-]{1,253}", "a host or address")
 parse_header = _matching(r"[\w-]{1,64}", "a header's name")
+parse_name = _matching(r"[\w.-]{1,64}", "a name of letters, digits, - _ and .")
+parse_origin = _matching(r"(?!\s*(null)?\s*$).*", "an origin, and never null")
 parse_text = _matching(r"(?s:.*\S.*)", "a text")
 parse_hash = _matching(
     r"\s*[0-9a-fA-F]{64}\s*", "a SHA-256 as 64 hexadecimal digits", lambda t: t.strip().lower()
@@ -312,10 +316,6 @@ parse_price = _matching(
     rf"{_USD}/{_USD}(/{_USD}(/{_USD})?)?",
     "IN/OUT[/CACHED_IN[/CACHED_WRITE]] in USD per million tokens, like 2.5/10/1.25",
 )
-
-
-def parse_size(text: str) -> int:
-    return int(parse_bytes(text))
 
 
 def parse_port(text: str) -> int:
@@ -330,26 +330,16 @@ def parse_model_price(text: str) -> str:
     )
 
 
-def parse_origin(text: str) -> str:
-    return text if text.strip() not in ("", "null") else _refuse("an origin, and never null")
-
-
 def parse_url(text: str) -> str:
-    if text == "mock:":
-        return text
-    try:
-        parsed = URL(text)
-        odd = parsed.query_string or parsed.fragment or parsed.user or parsed.password
-        if parsed.scheme not in {"http", "https"} or not parsed.host or odd or " " in text:
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            "wants a base URL with http:// or https:// (and no user@), or mock:"
-        ) from None
-    return text.rstrip("/")
+    with contextlib.suppress(ValueError):
+        url = URL(text)
+        odd = url.query_string or url.fragment or url.user or url.password or " " in text
+        if text == "mock:" or (url.scheme in {"http", "https"} and url.host and not odd):
+            return text.rstrip("/")
+    return _refuse("a base URL with http:// or https:// (and no user@), or mock:")
 
 
-def one_of(*allowed: str) -> Callable[[str], str]:
+def one_of(*allowed: str) -> Parser:
     def parse(text: str) -> str:
         return text if text in allowed else _refuse("one of " + ", ".join(allowed))
 
@@ -366,7 +356,7 @@ def matches(globs: list[str], model: str) -> bool:
 
 
 def setting(
-    default: Any, parse: Callable[[str], Any], unit: str, text: str, *,
+    default: Any, parse: Parser, unit: str, text: str, *,
     also: Mapping[str, Any] | None = None, live: bool = True,
 ) -> Any:  # fmt: skip
     """Declare one setting.
@@ -374,22 +364,32 @@ def setting(
     A list as default makes it repeatable; `also` are words that stand for a value of their own.
     """
     many = isinstance(default, list)
-    unit = unit or "|".join(getattr(parse, "choices", ()))
-    meta = {"parse": parse, "unit": unit, "help": text, "live": live, "many": many}
-    meta["also"] = also or {}
+    meta = {
+        "parse": parse, "unit": unit or "|".join(getattr(parse, "choices", ())), "help": text,
+        "live": live, "many": many, "also": also or {},
+    }  # fmt: skip
     if many:
         return field(default_factory=list, metadata=meta)
     return field(default=default, metadata=meta)
 
 
-def parse_setting(meta: Mapping[str, Any], texts: list[str], where: str, is_secret: bool) -> Any:
-    """The value that a setting is given as text.
+def typed(value: Any) -> list[str]:
+    """A value of JSON or TOML, as its setting is given as text."""
+    values = value if isinstance(value, list) else [value]
+    if not all(v is None or isinstance(v, (str, int, float)) for v in values):
+        _refuse("a string, a number or a list of them")
+    words = {None: "none", True: "on", False: "off"}
+    return [words[v] if v is None or isinstance(v, bool) else str(v) for v in values]
 
-    Raises:
-        ConfigError: names `where` it stood and what it wants.
+
+def parse_setting(meta: Mapping[str, Any], value: Any, where: str, is_secret: bool) -> Any:
+    """A setting's value of what is typed, or stands in a file.
+
+    Raises ConfigError: names `where` it stood and what it wants.
     """
-    also = meta["also"]
+    also, texts = meta["also"], list[str]()
     try:
+        texts = typed(value)
         values = [also[text] if text in also else meta["parse"](text) for text in texts]
         if len(values) != 1 and not meta["many"]:
             _refuse("one value")
@@ -557,14 +557,13 @@ class Settings:
     again: Callable[[], Settings] | None = None  # reads them all once more
     # fmt: on
 
-    def assign(self, name: str, texts: list[str], where: str) -> None:
-        """Parse and set one setting.
+    def assign(self, name: str, value: Any, where: str) -> None:
+        """Parse and set one setting, as one would type it or as JSON and TOML hold it.
 
-        Raises:
-            ConfigError: names `where` it stood and what it wants; nothing was changed.
+        Raises ConfigError: names `where` it stood and what it wants; nothing was changed.
         """
         is_secret = name in ("admin_key", "upstream")  # a URL may hold a password
-        setattr(self, name, parse_setting(SETTINGS[name].metadata, texts, where, is_secret))
+        setattr(self, name, parse_setting(SETTINGS[name].metadata, value, where, is_secret))
         self.given[name] = where
 
     def shown(self) -> dict[str, Any]:
@@ -580,19 +579,19 @@ class Settings:
     def changed(self, texts: Mapping[str, Any], where: str) -> Settings:
         """A copy in which live settings are as given, as one would type or write them.
 
-        Raises:
-            ConfigError: one is unknown, not live or cannot be used.
+        Raises ConfigError: one is unknown, not live or cannot be used.
         """
         copy = self.copy()
         for flag, value in texts.items():
             name = flag.replace("-", "_")
             if name not in SETTINGS:
                 raise ConfigError(f"{where}: {unknown_name(flag, map(flag_name, SETTINGS))}")
-            if not SETTINGS[name].metadata["live"]:
+            meta = SETTINGS[name].metadata
+            if not meta["live"]:
                 why = "is not live: set it in the file or by flag and restart the daemon"
                 raise ConfigError(f"{where}: {flag_name(name)} {why}")
-            texts_ = [] if value is None and SETTINGS[name].metadata["many"] else typed(value)
-            copy.assign(name, texts_, f"{where}: {flag_name(name)}")
+            wanted = [] if value is None and meta["many"] else value
+            copy.assign(name, wanted, f"{where}: {flag_name(name)}")
             copy.given[name] = where
         return copy
 
@@ -614,41 +613,32 @@ GONE = {  # a file that still names them works
 }
 
 
-def choices_of(item: dataclasses.Field[Any]) -> tuple[str, ...]:
-    return getattr(item.metadata["parse"], "choices", ())
-
-
 def flag_name(name: str) -> str:
     return name.replace("_", "-")
-
-
-def typed(value: Any) -> list[str]:
-    """A value of JSON or TOML, as its setting is given as text."""
-    values = value if isinstance(value, list) else [value]
-    words = {None: "none", True: "on", False: "off"}
-    return [words[v] if v is None or isinstance(v, bool) else str(v) for v in values]
 
 
 def writable(name: str, value: Any) -> Any:
     """A setting's value as the file holds it; None where it is the default."""
     item = SETTINGS[name]
-    default = [] if item.metadata["many"] else item.default
-    if value == default:
+    if value == ([] if item.metadata["many"] else item.default):
         return None
     if value is None:
-        return next(word for word, v in item.metadata["also"].items() if v is None)
+        return shown_value(item, None)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def shown_value(item: dataclasses.Field[Any], value: Any) -> str:
+    """A setting's value as one would type it."""
+    words = [word for word, v in item.metadata["also"].items() if v == value]
+    if words or not value:
+        return words[0] if words else "none" if value in (None, []) else str(value)
+    if item.metadata["unit"] == "bytes":
+        return f"{value / 2**20:g}MiB"
+    return f"{value:g}" if isinstance(value, float) else ", ".join(typed(value))
+
+
 def default_text(item: dataclasses.Field[Any]) -> str:
-    """A setting's default as one would type it."""
-    default = [] if item.metadata["many"] else item.default
-    if not default:
-        words = [word for word, value in item.metadata["also"].items() if value is None]
-        return words[0] if words else "none"
-    if isinstance(default, int) and default >= 2**20:
-        return f"{default >> 20}MiB"
-    return f"{default:g}" if isinstance(default, float) else str(default)
+    return shown_value(item, [] if item.metadata["many"] else item.default)
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
@@ -668,24 +658,20 @@ def load_settings(
 
     Args:
         path: the file that was asked for; without one the default file is read if it is there.
-
-    Raises:
-        ConfigError: one line that names the flag, or the file, line and key.
+    Raises ConfigError: one line that names the flag, or the file, line and key.
     """
-    settings = Settings()
-    settings.path = path or default_config_path(env)
+    settings = Settings(path=path or default_config_path(env))
     settings.again = lambda: load_settings(flags, env, path)
-    file = _File(settings, settings.path)
+    file = _File(settings, cast(Path, settings.path))
     file.load(is_optional=path is None)
     for name, item in SETTINGS.items():
-        variable = f"LLMPROXY_{name.upper()}"
-        if variable in env:
+        many, variable = item.metadata["many"], f"LLMPROXY_{name.upper()}"
+        if name in flags:
+            texts = flags[name] if many else flags[name][-1:]
+            settings.assign(name, texts, f"--{flag_name(name)}")
+        elif variable in env:
             text = env[variable]
-            texts = [t for t in text.split(",") if t] if item.metadata["many"] else [text]
-            settings.assign(name, texts, variable)
-    for name, texts in flags.items():
-        last = texts if SETTINGS[name].metadata["many"] else texts[-1:]
-        settings.assign(name, last, f"--{flag_name(name)}")
+            settings.assign(name, [t for t in text.split(",") if t] if many else text, variable)
     where = settings.given.get("upstream", "")
     if where.startswith(("--", "LLMPROXY_")):  # goes before the file's
         settings.upstreams = []
@@ -718,8 +704,7 @@ class _File:
         except OSError as error:
             if is_optional and isinstance(error, FileNotFoundError):
                 return
-            why = error.strerror or error
-            raise ConfigError(f"{self._path}: cannot be read: {why}") from None
+            raise unreadable(self._path, error) from None
         except (ValueError, RecursionError) as error:
             why = printable(str(error)) or "nested too deeply"
             raise ConfigError(f"{self._path}: not valid TOML: {why}") from None
@@ -729,7 +714,7 @@ class _File:
             if name in self.TABLES and (name != "upstream" or isinstance(value, dict)):
                 self._load_tables(name, key, value)
             elif name in SETTINGS:
-                self._settings.assign(name, self._texts(value, key), self.where(key))
+                self._settings.assign(name, value, self.where(key))
             elif name in GONE:
                 log.warning("%s: no such setting any more; %s", self.where(key), GONE[name])
             else:
@@ -737,22 +722,25 @@ class _File:
                 raise ConfigError(f"{self.where(key)}: {unknown_name(key, known)}")
 
     def _load_tables(self, name: str, key: str, value: Any) -> None:
-        settings = self._settings
         if name == "upstream_key":
-            settings.keys = self._keys(value, key)
+            self._settings.keys = self._keys(value, key)
             return
         if not isinstance(value, dict):
             raise ConfigError(f'{self.where(key)}: wants tables like [{name}."NAME"]')
-        for n in value if name != "model" else ():
-            if not re.fullmatch(r"[\w.-]{1,64}", n, re.ASCII):
-                where = self.where(f"{key}.{n}")
-                raise ConfigError(f"{where}: wants a name of letters, digits, - _ and .")
-        rules = [self._rule(self.TABLES[name], f"{key}.{n}", n, t) for n, t in value.items()]
-        setattr(settings, f"{name}s", rules)
-        for rule in rules:
+        rules = []
+        for rule_name, table in value.items():
+            where = self.where(f"{key}.{rule_name}")
+            if name != "model":
+                try:
+                    parse_name(rule_name)
+                except ValueError as error:
+                    raise ConfigError(f"{where}: {error}") from None
+            rule = self._rule(self.TABLES[name], f"{key}.{rule_name}", rule_name, table)
             needed = {"client": "key_sha256", "upstream": "url"}.get(name)
             if needed and not getattr(rule, needed):
-                raise ConfigError(f"{self.where(f'{key}.{rule.name}')}: has no {needed}")
+                raise ConfigError(f"{where}: has no {needed}")
+            rules.append(rule)
+        setattr(self._settings, f"{name}s", rules)
 
     def _rule(self, kind: type[Any], table: str, name: str, value: Any, nth: int = 0) -> Any:
         """One table as an object of `kind`."""
@@ -761,15 +749,14 @@ class _File:
         rule, fields = kind(), fields_of(kind)
         if hasattr(rule, "name"):
             rule.name = name
-        for key, texts in value.items():
+        for key, found in value.items():
             where, field_name = self.where(key, table, nth), key.replace("-", "_")
             if kind is UpstreamRule and field_name == "upstream_key":
-                rule.keys = self._keys(texts, f"{table}.{key}")
+                rule.keys = self._keys(found, f"{table}.{key}")
             elif field_name in fields:
-                meta = fields[field_name].metadata
-                found = self._texts(texts, key, table, nth)
                 is_secret = kind is KeyRule or field_name in ("url", "key_sha256")
-                setattr(rule, field_name, parse_setting(meta, found, where, is_secret))
+                parsed = parse_setting(fields[field_name].metadata, found, where, is_secret)
+                setattr(rule, field_name, parsed)
             else:
                 known = [*fields, *(["upstream_key"] if kind is UpstreamRule else [])]
                 raise ConfigError(f"{where}: {unknown_name(key, known)}")
@@ -780,17 +767,10 @@ class _File:
             raise ConfigError(f"{self.where(table)}: wants tables like [[{table}]]")
         rules = [self._rule(KeyRule, table, "", item, nth) for nth, item in enumerate(value)]
         for nth, rule in enumerate(rules):
-            if sum(source is not None for source in (rule.env, rule.file, rule.command)) != 1:
+            if (rule.env, rule.file, rule.command).count(None) != 2:
                 where = self.where(table, nth=nth)
                 raise ConfigError(f"{where}: wants exactly one of env, file, command")
         return rules
-
-    def _texts(self, value: Any, key: str, table: str = "", nth: int = 0) -> list[str]:
-        values = value if isinstance(value, list) else [value]
-        if not all(isinstance(v, (str, int, float)) for v in values):
-            where = self.where(key, table, nth)
-            raise ConfigError(f"{where}: wants a string, a number or a list of them")
-        return [("on" if v else "off") if isinstance(v, bool) else str(v) for v in values]
 
     def where(self, key: str, table: str = "", nth: int = 0) -> str:
         """File, line and name of a key, or of a table's nth header."""
@@ -806,10 +786,9 @@ class _File:
 def read_secret(rule: KeyRule, env: Mapping[str, str]) -> str:
     """The key that a rule names, from where it says.
 
-    Raises:
-        ConfigError: it is not there; never quotes what was found instead.
+    Raises ConfigError: it is not there; never quotes what was found instead.
     """
-    why = "is empty"
+    where, why = f"upstream_key: {printable(rule.source)}", "is empty"
     try:
         if rule.env is not None:
             secret, why = env.get(rule.env, ""), "is not set"
@@ -819,20 +798,22 @@ def read_secret(rule: KeyRule, env: Mapping[str, str]) -> str:
             words = shlex.split(rule.command or "")
             found = subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=30)
             secret = found.stdout.decode()
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"{where}: ended with {error.returncode}") from None
     except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
-        why = _why_unreadable(error)
-        raise ConfigError(f"upstream_key: {printable(rule.source)}: {why}") from None
+        raise ConfigError(f"{where}: {_why_unreadable(error)}") from None
     secret = secret.strip()
     if not secret or not secret.isprintable() or not secret.isascii():
-        why = why if not secret else "is no key"
-        raise ConfigError(f"upstream_key: {printable(rule.source)} {why}")
+        raise ConfigError(f"{where} {'is no key' if secret else why}")
     return secret
 
 
 def _why_unreadable(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        return f"ended with {error.returncode}"
     return str(getattr(error, "strerror", None) or type(error).__name__)
+
+
+def unreadable(path: Path, error: Exception, what: str = "read") -> ConfigError:
+    return ConfigError(f"{path}: cannot be {what}: {_why_unreadable(error)}")
 
 
 @contextlib.contextmanager
@@ -842,18 +823,26 @@ def only_one(path: Path, waits: bool = True) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: {_why_unreadable(error)}") from None
     try:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise ConfigError(f"{path}: another process is changing it") from None
+        if is_locked(handle, waits):
+            raise ConfigError(f"{path}: another process is changing it")
         yield
     finally:
         os.close(handle)
+
+
+def is_locked(handle: int, waits: bool = False) -> bool:
+    """Take the lock of an open file; True where another process holds it."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):  # a system without such locks
+        pass
+    return False
 
 
 def text_of(path: Path) -> str:
@@ -862,26 +851,18 @@ def text_of(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {_why_unreadable(error)}") from None
+        raise unreadable(path, error) from None
 
 
-def _first_table(lines: list[str]) -> int:
-    """Where the first table begins; a line of an array may look like one."""
-    for end, line in enumerate(lines):
-        if line.lstrip().startswith("["):
-            with contextlib.suppress(tomllib.TOMLDecodeError):
-                tomllib.loads("".join(lines[:end]))
-                return end
-    return len(lines)
+def _data_of(text: str) -> dict[str, Any] | None:
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        return tomllib.loads(text)
+    return None
 
 
-def _span(lines: list[str], start: int) -> tuple[int, int]:
-    """The lines of a setting that begins at one of them: an array may have several."""
-    for stop in range(start + 1, len(lines) + 1):
-        with contextlib.suppress(tomllib.TOMLDecodeError):
-            tomllib.loads("".join(lines[start:stop]))
-            return start, stop
-    return start, start + 1
+def _exact(changed: str, wanted: dict[str, Any]) -> str:
+    """A changed file, or where its data is not as `wanted`, one written anew: without comments."""
+    return changed if _data_of(changed) == wanted else tomli_w.dumps(wanted)
 
 
 def with_settings(text: str, values: Mapping[str, Any]) -> str:
@@ -891,58 +872,50 @@ def with_settings(text: str, values: Mapping[str, Any]) -> str:
     stays as it is. Where a setting is written in some other way, the file is written anew from
     its data: order stays, comments do not.
     """
-    wanted = tomllib.loads(text)
+    wanted, lines = tomllib.loads(text), text.splitlines(keepends=True)
     written = {key.replace("-", "_"): key for key in wanted}
-    for name, value in values.items():
-        key = written.get(name, name)
-        wanted.pop(key, None)
-        if value is not None:
-            wanted[key] = value
-    lines = text.splitlines(keepends=True)
-    end = _first_table(lines)
+    tables = (n for n, line in enumerate(lines) if line.lstrip().startswith("["))
+    # A line of an array may look like a table: what stands before it is whole then, or it is none.
+    end = next((n for n in tables if _data_of("".join(lines[:n])) is not None), len(lines))
     head, rest = lines[:end], lines[end:]
     while rest and head and not head[-1].strip():
         rest.insert(0, head.pop())
     for name, value in values.items():
         key = written.get(name, name)
+        wanted.pop(key, None)
         found = [n for n, line in enumerate(head) if re.match(rf"\s*{re.escape(key)}\s*=", line)]
-        start, stop = _span(head, found[0]) if found else (len(head), len(head))
+        start = stop = found[0] if found else len(head)
+        if found:  # a value may have several lines
+            ends = range(start + 1, len(head) + 1)
+            whole = (n for n in ends if _data_of("".join(head[start:n])) is not None)
+            stop = next(whole, start + 1)
         if value is None:
             del head[start:stop]
             continue
-        line = tomli_w.dumps({key: value})
-        if found:
-            comment = re.search(r"\s+#[^\"']*$", head[start]) if stop == start + 1 else None
-            head[start:stop] = [line.rstrip("\n") + (comment[0] if comment else "\n")]
-        else:
-            head += ([] if not head or head[-1].endswith("\n") else ["\n"]) + [line]
+        wanted[key], line = value, tomli_w.dumps({key: value})
+        if found and stop == start + 1 and (comment := re.search(r"\s+#[^\"']*$", head[start])):
+            line = line.rstrip("\n") + comment[0]
+        if not found and head and not head[-1].endswith("\n"):
+            head.append("\n")
+            start = stop = len(head)
+        head[start:stop] = [line]
     changed = "".join([*head, *rest])
     if "\r\n" in text:
         changed = changed.replace("\r\n", "\n").replace("\n", "\r\n")
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        if tomllib.loads(changed) == wanted:
-            return changed
-    return tomli_w.dumps(wanted)
+    return _exact(changed, wanted)
 
 
 def with_client(text: str, name: str, key_sha256: str) -> str:
     """The file with one more client at its end; written anew where that does not fit in."""
-    table = {"client": {name: {"key_sha256": key_sha256}}}
-    wanted = tomllib.loads(text)
+    wanted, table = tomllib.loads(text), {"client": {name: {"key_sha256": key_sha256}}}
     wanted.setdefault("client", {})[name] = table["client"][name]
-    longer = f"{text.rstrip()}\n\n{tomli_w.dumps(table)}".lstrip()
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        if tomllib.loads(longer) == wanted:
-            return longer
-    return tomli_w.dumps(wanted)
+    return _exact(f"{text.rstrip()}\n\n{tomli_w.dumps(table)}".lstrip(), wanted)
 
 
 def without_client(text: str, name: str) -> str:
-    """The file without a client's tables.
+    """The file without a client's tables: the lines from its header to the next one go.
 
-    The lines from its header to the next header go, the rest stays as it is. Where the client
-    stands in another form (inline, or with dotted keys), the file is written anew from its data:
-    order stays, comments do not.
+    Where it stands in another form (inline, or with dotted keys), the file is written anew.
     """
     wanted = tomllib.loads(text)
     del wanted["client"][name]
@@ -950,15 +923,10 @@ def without_client(text: str, name: str) -> str:
         del wanted["client"]
     kept, is_inside = [], False
     for line in text.splitlines(keepends=True):
-        if line.lstrip().startswith("["):
-            with contextlib.suppress(tomllib.TOMLDecodeError):
-                is_inside = name in tomllib.loads(line).get("client", {})
-        if not is_inside:
-            kept.append(line)
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        if tomllib.loads("".join(kept)) == wanted:
-            return "".join(kept)
-    return tomli_w.dumps(wanted)
+        if line.lstrip().startswith("[") and (table := _data_of(line)) is not None:
+            is_inside = name in table.get("client", {})
+        kept += [] if is_inside else [line]
+    return _exact("".join(kept), wanted)
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -979,7 +947,7 @@ def replace_file(path: Path, text: str) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise unreadable(path, error, "written") from None
 
 
 ###############################################################################
@@ -993,43 +961,31 @@ class LruMap(Generic[V]):
     """Bounded map that makes what is missing and forgets the least recently used that `may_go`."""
 
     def __init__(
-        self,
-        make: Callable[[Any], V],
-        may_go: Callable[[V], bool] = lambda value: True,
-        limit: int = MAX_MODELS,
+        self, make: Callable[[Any], V], may_go: Callable[[V], bool] = lambda value: True
     ) -> None:
-        self._make, self._may_go, self._limit = make, may_go, limit
+        self._make, self._may_go = make, may_go
         self._values: OrderedDict[Any, V] = OrderedDict()
+        self.clear = self._values.clear
 
     def __getitem__(self, key: Any) -> V:
         value = self._values.get(key)
         if value is None:
             value = self._values[key] = self._make(key)
-            if len(self._values) > self._limit:
+            if len(self._values) > MAX_MODELS:
                 others = (k for k, v in self._values.items() if k != key and self._may_go(v))
-                if (old := next(others, None)) is not None:
-                    del self._values[old]
-        elif len(self._values) > self._limit // 2:
+                self._values.pop(next(others, None), None)
+        elif len(self._values) > MAX_MODELS // 2:
             self._values.move_to_end(key)
         return value
 
     def values(self) -> list[V]:
         return list(self._values.values())
 
-    def clear(self) -> None:
-        self._values.clear()
-
 
 def percentile(values: Iterable[float], share: float) -> float:
     """Nearest-rank percentile; 0 of nothing."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
-
-
-@dataclass(slots=True)
-class _Spent:
-    amount: int
-    back_at: float
 
 
 class Bucket:
@@ -1042,34 +998,33 @@ class Bucket:
     """
 
     def __init__(self, limit: int, clock: Clock = time.monotonic) -> None:
-        self.limit = limit
-        self.held = 0
+        self.limit, self.held, self._clock = limit, 0, clock
         self.bias = 1.0  # what calls used of late, for each token that they had reserved
-        self._clock = clock
-        self._spent: deque[_Spent] = deque()  # the oldest first
+        self._spent: deque[list[Any]] = deque()  # amount, and when it is back; the oldest first
         self._spent_sum = 0
-
-    def __repr__(self) -> str:
-        return f"<Bucket {self.used}/{self.limit}, {self.held} held>"
 
     @property
     def used(self) -> int:
         now = self._clock()
-        while self._spent and self._spent[0].back_at <= now:
-            self._spent_sum -= self._spent.popleft().amount
+        while self._spent and self._spent[0][1] <= now:
+            self._spent_sum -= self._spent.popleft()[0]
         return math.ceil(self.held * max(1.0, self.bias)) + self._spent_sum
 
     def fits(self, amount: int) -> bool:
         used = self.used
         return used + amount * max(1.0, self.bias) <= self.limit or used <= 0
 
-    def spend(self, held: int, amount: int) -> _Spent:
+    def spend(self, held: int, amount: int) -> list[Any]:
         """Of what was held, the upstream has counted `amount` by now."""
         self.held -= held
-        spent = _Spent(amount, self._clock() + WINDOW_S)
-        self._spent.append(spent)
+        self._spent.append(spent := [amount, self._clock() + WINDOW_S])
         self._spent_sum += amount
         return spent
+
+    def correct(self, spent: list[Any], amount: int) -> None:
+        if spent[1] > self._clock():
+            self._spent_sum += amount - spent[0]
+            spent[0] = amount
 
     def compare(self, reserved: int, used: int) -> None:
         """Learn from a settled call how far the estimates of those in flight may be off."""
@@ -1077,25 +1032,18 @@ class Bucket:
             ratio = min(max(used / reserved, 0.5), 2.0)  # one odd report shall not stop the rest
             self.bias = ratio if self.bias == 1.0 else self.bias + 0.3 * (ratio - self.bias)
 
-    def correct(self, spent: _Spent, amount: int) -> None:
-        if spent.back_at > self._clock():
-            self._spent_sum += amount - spent.amount
-            spent.amount = amount
-
     def next_back_at(self) -> float:
         """When the next part comes back; inf where running calls decide."""
-        return self._spent[0].back_at if self.used > self.held else math.inf
+        return self._spent[0][1] if self.used > self.held else math.inf
 
     def ready_at(self, amount: float) -> float:
         """When `amount` fits if nothing further is taken; inf where running calls decide."""
         need = self.used + min(amount * max(1.0, self.bias), self.limit) - self.limit
         if need <= 0:
             return self._clock()
-        for spent in self._spent:
-            need -= spent.amount
-            if need <= 0:
-                return spent.back_at
-        return math.inf
+        left = itertools.accumulate((spent[0] for spent in self._spent), initial=0)
+        return next((s[1] for s, sum_ in zip(self._spent, [*left][1:], strict=True)
+                     if sum_ >= need), math.inf)  # fmt: skip
 
     def forecast_at(self, amount: float, service_s: float) -> float:
         """When so much will have been let through, by calls that take `service_s` each."""
@@ -1126,7 +1074,7 @@ class Reservation:
         self._rpms = [bucket for bucket in rpms if bucket is not None]
         self._tpms = [bucket for bucket in tpms if bucket is not None]
         self._prompt, self._output = prompt, output  # in tokens
-        self._counted: list[_Spent] | None = None
+        self._counted: list[list[Any]] | None = None
         self._is_over = False
         for bucket in self._rpms:
             bucket.held += 1
@@ -1170,19 +1118,16 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One admitted attempt's entry in its circuit; ends in one of ok, failed, alive, neutral."""
+    """One admitted attempt's entry in its circuit; ends once, in one of these ways."""
 
     circuit: Circuit
     epoch: int
     is_trial: bool
     is_over: bool = False
-    has_place: bool = True  # of a trial, while it holds others up
 
     def give_place(self) -> None:
         """Let the next trial through; this one's outcome still counts."""
-        if self.is_trial and self.has_place:
-            self.has_place = False
-            self.circuit._free(self)
+        self.circuit.free(self)
 
     def ok(self) -> None:
         self._end(True)
@@ -1201,7 +1146,7 @@ class Attempt:
     def _end(self, ok: bool | None) -> None:
         if not self.is_over:
             self.is_over = True
-            self.circuit._record(self, ok)
+            self.circuit.record(self, ok)
 
 
 class Circuit:
@@ -1217,27 +1162,20 @@ class Circuit:
     WINDOW, TRIALS = 20, 5
 
     def __init__(
-        self,
-        key: tuple[str, str, str],
-        settings: Settings,
-        clock: Clock = time.monotonic,
+        self, key: tuple[str, str, str], settings: Settings, clock: Clock = time.monotonic,
         on_move: Callable[[Circuit], None] = lambda circuit: None,
-    ) -> None:
-        self.key = key
-        self.state = State.CLOSED
-        self.in_row = 0
+    ) -> None:  # fmt: skip
+        self.key, self.state = key, State.CLOSED
+        self.in_row = self.epoch = 0
         self.opened = asyncio.Event()  # wakes calls in their backoff
         self.is_sick = False  # a health check has failed since it opened
         self.attempt_s: deque[float] = deque(maxlen=100)  # for timeout = auto
+
         self._settings, self._clock, self._on_move = settings, clock, on_move
         self._recent: deque[bool] = deque(maxlen=self.WINDOW)
         self._trials: deque[bool] = deque(maxlen=self.TRIALS)
-        self._trial_runs = False
+        self._trial: Attempt | None = None  # holds others up
         self._trial_at = 0.0
-        self._epoch = 0
-
-    def __repr__(self) -> str:
-        return f"<Circuit {self.key} {self.state.value} in_row={self.in_row}>"
 
     def shown(self) -> dict[str, Any]:
         upstream, model, path = map(printable, self.key)
@@ -1252,55 +1190,41 @@ class Circuit:
     def retry_in_s(self) -> float:
         return 0.0 if self.state is State.CLOSED else max(0.0, self._trial_at - self._clock())
 
+    def error(self) -> ProxyError:
+        wait_s = self.retry_in_s
+        why = f"{self.key[0]} keeps failing on {self.what}"
+        why += f"; next trial in {math.ceil(wait_s) or 1} s"
+        return ProxyError("circuit_open", why, retry_after_s=wait_s)
+
     def check(self) -> None:
         """Raise circuit_open if an attempt would be refused right now."""
-        if self.state is not State.CLOSED and (self.retry_in_s > 0 or self._trial_runs):
+        if self.state is not State.CLOSED and (self.retry_in_s > 0 or self._trial is not None):
             raise self.error()
 
-    def error(self) -> ProxyError:
-        wait_s = math.ceil(self.retry_in_s) or 1
-        return ProxyError(
-            "circuit_open",
-            f"{self.key[0]} keeps failing on {self.what}; next trial in {wait_s} s",
-            retry_after_s=self.retry_in_s,
-        )
-
     def admit(self) -> Attempt:
-        """Register an attempt.
-
-        Raises:
-            ProxyError: circuit_open; no attempt was registered.
-        """
+        """Register an attempt. Raises circuit_open; none was registered."""
         self.check()
-        is_trial = self.state is not State.CLOSED
-        if is_trial:
-            self.state = State.HALF_OPEN
-        self._trial_runs = is_trial
-        return Attempt(self, self._epoch, is_trial)
+        attempt = Attempt(self, self.epoch, self.state is not State.CLOSED)
+        if attempt.is_trial:
+            self.state, self._trial = State.HALF_OPEN, attempt
+        return attempt
 
     def health(self, is_alive: bool) -> None:
         """Take a free health check's result. One that never failed proves nothing."""
-        if self.state is State.CLOSED:
-            return
-        if not is_alive:
-            self.is_sick = True
-        elif self.is_sick:
-            self.is_sick = False
+        if self.state is not State.CLOSED and is_alive and self.is_sick:
             self._trial_at = self._clock()
+        self.is_sick = self.state is not State.CLOSED and not is_alive
 
     async def opens_within(self, wait_s: float) -> bool:
         """Wait so long before a further attempt; True, and at once, where the circuit opens."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                await self.opened.wait()
-            return True
+                return await self.opened.wait()
         return False
 
     def close(self) -> None:
         """The operator knows that it is well again."""
         if self.state is not State.CLOSED:
-            self._recent.clear()
-            self._trials.clear()
             self._change(State.CLOSED)
 
     def timeout_s(self) -> float:
@@ -1309,46 +1233,39 @@ class Circuit:
             return 30.0
         return max(min(max(2 * percentile(self.attempt_s, 0.99), 1.0), 30.0), *self.attempt_s)
 
-    def _free(self, attempt: Attempt) -> None:
-        if attempt.epoch == self._epoch:
-            self._trial_runs = False
+    def free(self, attempt: Attempt) -> None:
+        """A trial holds nobody up any more."""
+        if self._trial is attempt:
+            self._trial = None
 
-    def _record(self, attempt: Attempt, ok: bool | None) -> None:
-        if attempt.epoch != self._epoch:
+    def record(self, attempt: Attempt, ok: bool | None) -> None:
+        self.free(attempt)
+        if attempt.epoch != self.epoch or ok is None:
             return
+        cooldown_s = self._settings.breaker_cooldown
         if attempt.is_trial:
-            attempt.give_place()
-            if ok is not None:
-                self._record_trial(ok)
-            return
-        if ok is None:
+            self._trials.append(ok)
+            if not ok:
+                self._change(State.OPEN, 2 * cooldown_s)
+            elif sum(self._trials) >= self._settings.breaker_success * len(self._trials):
+                self._change(State.CLOSED)
             return
         self.in_row = 0 if ok else self.in_row + 1
         self._recent.append(ok)
-        if ok:
-            return
         half = len(self._recent) == self.WINDOW and sum(self._recent) < self.WINDOW / 2
-        if half or self.in_row >= self._settings.breaker_failures:
-            self._change(State.OPEN, self._settings.breaker_cooldown)
-
-    def _record_trial(self, ok: bool) -> None:
-        self._trials.append(ok)
-        if not ok:
-            self._change(State.OPEN, 2 * self._settings.breaker_cooldown)
-        elif sum(self._trials) >= self._settings.breaker_success * len(self._trials):
-            self._recent.clear()
-            self._trials.clear()
-            self._change(State.CLOSED)
+        if not ok and (half or self.in_row >= self._settings.breaker_failures):
+            self._change(State.OPEN, cooldown_s)
 
     def _change(self, state: State, cooldown_s: float = 0.0) -> None:
-        self.state = state
-        self._epoch += 1
-        self.in_row = 0
-        self._trial_runs = self.is_sick = False
+        self.state, self.in_row, self.is_sick, self._trial = state, 0, False, None
+        self.epoch += 1
         self._trial_at = self._clock() + cooldown_s
         if state is State.OPEN:
             self.opened.set()
             self.opened = asyncio.Event()
+        else:
+            self._recent.clear()
+            self._trials.clear()
         self._on_move(self)
 
 
@@ -1367,21 +1284,14 @@ class Adaptive:
     GAIN, MOST = 0.04, 128
 
     def __init__(self, level: int = 4, clock: Clock = time.monotonic) -> None:
-        self.level = level
+        self.level = self._best = level
         self._clock = clock
         self._rates: dict[int, float] = {}
-        self._best = level
-        self._is_climbing = True
-        self._direction = 1
+        self._is_climbing, self._direction = True, 1
         self._rest = self._patience = 1  # windows until the next try, and after it
         self._skipped = level  # answers of calls that began at another level
         self._calm = 0  # answers until a 429 is another overload than the last
-        self._answers = 0
-        self._work = 0.0
-        self._began_at = 0.0
-
-    def __repr__(self) -> str:
-        return f"<Adaptive {self.level}, best {self._best}>"
+        self._answers, self._work, self._began_at = 0, 0.0, 0.0
 
     @staticmethod
     def work(prompt_tokens: int, output_tokens: int) -> float:
@@ -1395,25 +1305,23 @@ class Adaptive:
             return self.level
         if not is_full:
             self._answers = 0
-            return self.level
-        if self._skipped > 0:
+        elif self._skipped > 0:
             self._skipped -= 1
-            return self.level
-        now = self._clock()
-        if not self._answers:
-            self._began_at, self._work = now, 0.0
         else:
-            self._work += max(work, 1.0)
-        self._answers += 1
-        if self._answers > max(12, 4 * self.level) and now > self._began_at:
-            self._decide(self._work / (now - self._began_at))
+            now = self._clock()
+            if not self._answers:
+                self._began_at, self._work = now, 0.0
+            else:
+                self._work += max(work, 1.0)
+            self._answers += 1
+            if self._answers > max(12, 4 * self.level) and now > self._began_at:
+                self._decide(self._work / (now - self._began_at))
         return self.level
 
     def overloaded(self) -> int:
         """The upstream says that it is too much, once for all calls that were with it."""
         if self._calm <= 0:
-            self._calm = self.level
-            self._is_climbing = False
+            self._calm, self._is_climbing = self.level, False
             self._rates.clear()
             self._best = max(1, self.level * 3 // 4)
             self._go(self._best)
@@ -1421,43 +1329,30 @@ class Adaptive:
 
     def _go(self, level: int) -> None:
         self._skipped = max(level, self.level)
-        self.level = level
-        self._answers = 0
+        self.level, self._answers = level, 0
 
     def _decide(self, rate: float) -> None:
         level, best = self.level, self._best
-        known = self._rates.get(level)
-        self._rates[level] = rate if known is None else known + 0.5 * (rate - known)
+        self._rates[level] = (self._rates.get(level, rate) + rate) / 2
         self._answers = 0
-        most = self._rates[best]
-        if level == best:
-            self._stay()
-            return
-        wanted = most * (1 + self.GAIN if level > best else 1 - self.GAIN)
-        if self._rates[level] > wanted:
+        if level != best:
+            gain = self.GAIN if level > best else -self.GAIN
+            if self._rates[level] <= self._rates[best] * (1 + gain):
+                del self._rates[level]  # tried afresh next time
+                self._is_climbing, self._direction = False, -self._direction
+                self._rest = self._patience = min(2 * self._patience, 8)
+                self._go(best)
+                return
             self._best, self._patience = level, 1
-            self._stay()
-        else:
-            self._rates.pop(level)  # tried afresh next time
-            self._is_climbing, self._direction = False, -self._direction
-            self._patience = min(2 * self._patience, 8)
-            self._rest = self._patience
-            self._go(best)
-
-    def _stay(self) -> None:
-        """At the best level: measure it once more, or try another."""
+        # At the best level: measure it once more, or try another.
         self._rest -= 1
-        if not self._is_climbing and self._rest > 0:
-            return
-        step = self.level // 2 if self._is_climbing else self._direction
-        level = min(max(1, self.level + (step or 1)), self.MOST)
-        if level == self.level:
-            self._direction, self._is_climbing = -self._direction, False
-            return
-        self._go(level)
-
-
-REFUSALS = ("401", "403")
+        if self._is_climbing or self._rest <= 0:
+            step = level // 2 if self._is_climbing else self._direction
+            wanted = min(max(1, level + (step or 1)), self.MOST)
+            if wanted != level:
+                self._go(wanted)
+            else:
+                self._is_climbing, self._direction = False, -self._direction
 
 
 @dataclass(slots=True)
@@ -1487,12 +1382,11 @@ class Key:
         self._clock = clock
 
     def __repr__(self) -> str:  # without the secret
-        return f"<Key {self.name} running={self.running} pauses={len(self.pauses)}>"
+        return f"<Key {self.name}>"
 
     def shown(self) -> dict[str, Any]:
-        now = self._clock()
+        now, state = self._clock(), "ok"
         pauses = [(p.until - now, p.reason, m) for m, p in self.pauses.items() if p.until > now]
-        state = "ok"
         if pauses:
             wait_s, reason, model = max(pauses, key=lambda pause: pause[0])
             state = f"{reason}{f' for {printable(model)}' if model else ''}, {wait_s:.0f} s"
@@ -1511,13 +1405,10 @@ class Key:
 
     def free_at(self, model: str) -> float:
         """0: now. inf: when the call that tries it out has been answered."""
-        free_at = 0.0
-        for pause in self.active(model):
-            if pause.until > self._clock():
-                free_at = max(free_at, pause.until)
-            elif pause.trial is not None:
-                free_at = math.inf
-        return free_at
+        now, pauses = self._clock(), self.active(model)
+        if any(pause.until <= now and pause.trial is not None for pause in pauses):
+            return math.inf
+        return max((pause.until for pause in pauses if pause.until > now), default=0.0)
 
     def fits(self, tokens: int) -> bool:
         return (self.rpm is None or self.rpm.fits(1)) and (
@@ -1527,8 +1418,8 @@ class Key:
     def refusal(self, model: str) -> str | None:
         """401 or 403, where that is why the key is not used."""
         now = self._clock()
-        refusals = (p.reason for p in self.active(model) if p.until > now and p.reason in REFUSALS)
-        return next(refusals, None)
+        found = [p.reason for p in self.active(model) if p.until > now]
+        return next((reason for reason in found if reason in ("401", "403")), None)
 
 
 @dataclass(slots=True)
@@ -1547,7 +1438,10 @@ class Timing:
         return self.queue_s + self.limit_s
 
 
-@dataclass(slots=True, eq=False)
+SHARES = {"high": 8.0, "normal": 1.0, "low": 1 / 8}
+
+
+@dataclass(eq=False)
 class Demand:
     """What a call wants of a gate; `weight` in thousands of prompt tokens, the rest in tokens."""
 
@@ -1562,9 +1456,18 @@ class Demand:
     places: int = 1  # of the gate's slots: llama.cpp gives each of several answers one
     refused_by: Key | None = None  # a 403 of a second key shows that it was for the call
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
+
+    @functools.cached_property
+    def flow(self) -> tuple[str, str]:
+        return self.client, self.priority
+
+    @functools.cached_property
+    def charge(self) -> float:
+        """What it costs its flow."""
+        return max(1, self.tokens) / SHARES[self.priority]
 
 
 class Permit:
@@ -1577,8 +1480,7 @@ class Permit:
 
     def __init__(self, gate: Gate, demand: Demand, weight: int, key: Key, now: float) -> None:
         self._gate, self.demand, self.weight, self.key = gate, demand, weight, key
-        self.granted_at = now
-        self.places = max(1, min(demand.places, gate.slots))
+        self.granted_at, self.places = now, max(1, min(demand.places, gate.slots))
         self.work = 0.0  # what it came to, for the gate that looks for its best level
         self._is_settled = self.was_sent = False
         self.reservation: Reservation | None = None
@@ -1609,29 +1511,21 @@ class Permit:
         A 403 may be for the call: the only key stays, and so do two that get one for the same call.
         """
         first = self.demand.refused_by
-        if status == "403" and first is not None:
-            for key in (first, self.key):
+        if status == "403" and (first is not None or len(self._gate.pool) < 2):
+            for key in (first, self.key) if first is not None else ():
                 key.pauses.pop(self.demand.model, None)
-            return False
-        if status == "403" and len(self._gate.pool) < 2:
             return False
         self.demand.refused_by = self.key
         self.strike(status, REFUSED_KEY_S)
         return True
 
-    def again(self) -> None:
-        """The same call has been sent once more under this permit."""
-        if self.reservation is not None:
-            self.reservation.again()
-
     def settle(self, prompt_tokens: int, output_tokens: int) -> None:
-        if self._is_settled:
-            return
-        self._is_settled = True
-        self.work = Adaptive.work(prompt_tokens, output_tokens)
-        self._gate.settle(self.demand, prompt_tokens + output_tokens)
-        if self.reservation is not None:
-            self.reservation.settle(prompt_tokens, output_tokens)
+        if not self._is_settled:
+            self._is_settled = True
+            self.work = Adaptive.work(prompt_tokens, output_tokens)
+            self._gate.settle(self.demand, prompt_tokens + output_tokens)
+            if self.reservation is not None:
+                self.reservation.settle(prompt_tokens, output_tokens)
 
     def leave(self) -> None:
         """Give all back, once; where nothing was settled, the call has used no tokens."""
@@ -1640,8 +1534,7 @@ class Permit:
         if self.reservation is not None:
             self.reservation.settle(requests=int(self.was_sent))
         for pause in self.key.active(self.demand.model):
-            if pause.trial is self:
-                pause.trial = None
+            pause.trial = None if pause.trial is self else pause.trial
         self.key.running -= 1
         self._gate.leave(self)
 
@@ -1649,17 +1542,12 @@ class Permit:
 @dataclass(slots=True, eq=False)
 class _Waiter:
     future: asyncio.Future[Permit]
-    start_tag: float
-    order: int
+    place: tuple[float, int]  # start tag, and the order in which they came
     demand: Demand
     entered_at: float
     limited_s: float  # the gate's total when it came
     chances: int
     passed: int = 0
-
-    @property
-    def place(self) -> tuple[float, int]:
-        return self.start_tag, self.order
 
 
 class Gate:
@@ -1678,8 +1566,6 @@ class Gate:
     passed by lighter calls MAX_PASSED times; one whose key and model the upstream holds back is
     passed freely.
     """
-
-    SHARES: ClassVar = {"high": 8.0, "normal": 1.0, "low": 1 / 8}
 
     def __init__(
         self, slots: int, capacity: int, clock: Clock = time.monotonic, *,
@@ -1704,12 +1590,6 @@ class Gate:
         self._limited_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._promised: deque[tuple[float, int]] = deque(maxlen=1000)  # see _promise
-
-    def __repr__(self) -> str:
-        return (
-            f"<Gate {self.running}/{self.slots} calls, {self.weight}/{self.capacity} weight, "
-            f"{len(self._queue)} queued>"
-        )
 
     @property
     def running(self) -> int:
@@ -1747,8 +1627,10 @@ class Gate:
                 nothing is held.
             CancelledError: the place in the queue, or the permit just granted, is given back.
         """
-        if (permit := self.enter_now(demand)) is not None:
-            return permit
+        if not self._queue and not self.is_paused and self._fits(demand):
+            if (key := self._pick(demand)[0]) is not None:
+                self._virtual = self._charge(demand)
+                return self._grant(demand, key)
         timing = timing or Timing()
         waiter = self._enqueue(demand, timing, queue_size, timeout_s, chances)
         timeout_s += WINDOW_S * self._is_giant(demand)
@@ -1770,15 +1652,6 @@ class Gate:
             timing.limit_s += limited_s
             timing.queue_s += self._clock() - waiter.entered_at - limited_s
 
-    def enter_now(self, demand: Demand) -> Permit | None:
-        """What `enter` returns, where nobody waits and there is room; else None."""
-        if self._queue or self.is_paused or not self._fits(demand):
-            return None
-        if (key := self._pick(demand)[0]) is None:
-            return None
-        self._virtual = self._charge(demand)
-        return self._grant(demand, key)
-
     def leave(self, permit: Permit) -> None:
         self.permits.discard(permit)
         if self.adaptive is not None:
@@ -1792,11 +1665,15 @@ class Gate:
 
     def settle(self, demand: Demand, tokens: int) -> None:
         """Charge the flow what its call really used."""
-        flow = (demand.client, demand.priority)
         tokens = min(tokens, 20 * max(500, demand.tokens))  # whatever an upstream reports
-        if flow in self._finish:
-            self._finish[flow] += (tokens - demand.tokens) / self.SHARES[demand.priority]
+        if demand.flow in self._finish:
+            self._finish[demand.flow] += (tokens - demand.tokens) / SHARES[demand.priority]
         self.used_share += 0.1 * (tokens / max(1, demand.tokens) - self.used_share)
+
+    def refund(self, demand: Demand) -> None:
+        """Its flow has not been served what it was charged for."""
+        if demand.flow in self._finish:
+            self._finish[demand.flow] -= demand.charge
 
     def reject(self, circuit: Circuit, error: Callable[[], ProxyError]) -> None:
         """Fail every waiting call of `circuit`."""
@@ -1813,18 +1690,15 @@ class Gate:
         """
         key, demand, now = permit.key, permit.demand, self._clock()
         if not self.pool:
-            if len(self._held_back) > MAX_MODELS:
-                rests = [c for c, k in self._held_back.items() if not k.running and not any(
-                    pause.until > now for pause in k.pauses.values())]  # fmt: skip
-                for client in rests:
-                    del self._held_back[client]
+            if len(self._held_back) > MAX_MODELS:  # who rests may be forgotten
+                self._held_back = {c: k for c, k in self._held_back.items() if k.running or any(
+                    pause.until > now for pause in k.pauses.values())}  # fmt: skip
             key = self._held_back.setdefault(demand.client, Key(demand.client, clock=self._clock))
         pause = key.pauses.setdefault(demand.model if reason != "401" else None, Pause(reason, now))
         if permit.granted_at >= pause.since or not pause.strikes:
             pause.strikes, pause.since = pause.strikes + 1, now
         if wait_s is None:
-            wait_s = BACKOFF_S * 2 ** min(pause.strikes - 1, 2)
-            wait_s += random.uniform(0, wait_s)
+            wait_s = BACKOFF_S * 2 ** min(pause.strikes - 1, 2) * random.uniform(1, 2)
         pause.reason, pause.trial = reason, None
         pause.until = max(pause.until, now + wait_s + random.uniform(0, BACKOFF_S))
         for waiter in [w for w in self._queue if w.demand.model == demand.model or reason == "401"]:
@@ -1839,8 +1713,7 @@ class Gate:
     def end_pauses(self, permit: Permit) -> None:
         """A call that tried its key out went well: the key is as before."""
         key = permit.key
-        for model in [m for m, pause in key.pauses.items() if pause.trial is permit]:
-            del key.pauses[model]
+        key.pauses = {m: pause for m, pause in key.pauses.items() if pause.trial is not permit}
         if not key.pauses:
             self._held_back.pop(key.name, None)
         self.dispatch()
@@ -1855,21 +1728,18 @@ class Gate:
         why += self.pool[0].name + (f" and {len(said) - 1} more" if len(said) > 1 else "")
         return ProxyError("upstream_key_refused", why, retry_after_s=again_s)
 
-    def least_loaded(self, model: str) -> Key:
+    def least_loaded(self) -> Key:
         """A key for a call that needs no permit."""
-        keys = [k for k in self.pool if not k.free_at(model)] or self.pool or [self._own]
+        keys = [k for k in self.pool if not k.free_at("")] or self.pool or [self._own]
         return min(keys, key=lambda key: key.load)
 
     def waiting(self) -> list[tuple[str, str, int, float]]:
         """Client, priority, number of calls and seconds until the last of them goes."""
-        flows: dict[tuple[str, str], tuple[int, int, Demand]] = {}
-        for place, waiter in enumerate(self._queue):
-            flow = (waiter.demand.client, waiter.demand.priority)
-            flows[flow] = (flows.get(flow, (0,))[0] + 1, place, waiter.demand)
-        now = self._clock()
+        last = {waiter.demand.flow: n for n, waiter in enumerate(self._queue)}
+        counts, now = Counter(waiter.demand.flow for waiter in self._queue), self._clock()
         return [
-            (*flow, count, self._forecast_at(demand, place) - now)
-            for flow, (count, place, demand) in flows.items()
+            (*flow, counts[flow], self._forecast_at(self._queue[place].demand, place) - now)
+            for flow, place in last.items()
         ]
 
     def dispatch(self) -> None:
@@ -1879,10 +1749,20 @@ class Gate:
             waiter, key = found
             self._remove(waiter)
             if not waiter.future.done():  # else cancelled, its task has not run yet
-                self._virtual = max(self._virtual, waiter.start_tag)
+                self._virtual = max(self._virtual, waiter.place[0])
                 waiter.future.set_result(self._grant(waiter.demand, key))
-        if self._limited_at is not None:
-            self._wake_later(now)
+        if self._limited_at is None:
+            return
+        # Buckets or pauses hold the queue up: time alone lets it go on.
+        keys = self.pool or list(self._held_back.values())
+        buckets = [self.rpm, self.tpm, *(b for key in keys for b in (key.rpm, key.tpm))]
+        times = [p.until for key in keys for p in key.pauses.values()]
+        times += [bucket.next_back_at() for bucket in buckets if bucket is not None]
+        if self._timer is not None:
+            self._timer.cancel()
+        if times := [at for at in times if now < at < math.inf]:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(min(times) - now + 0.001, self.dispatch)
 
     def free_at(self, demand: Demand) -> float:
         """When the upstream takes calls like this again; 0: it does, or it has to be tried."""
@@ -1890,10 +1770,16 @@ class Gate:
         free_at = min(key.free_at(demand.model) for key in keys)
         return 0.0 if free_at == math.inf else free_at
 
+    def _fits_slots(self, demand: Demand) -> bool:
+        return self.taken + max(1, min(demand.places, self.slots)) <= self.slots
+
+    def _has_room(self, demand: Demand) -> bool:
+        weight = min(demand.weight, self.capacity)
+        return self._fits_slots(demand) and self.weight + weight <= self.capacity
+
     def _fits(self, demand: Demand) -> bool:
         return (
-            self._fits_slots(demand)
-            and self._fits_weight(demand)
+            self._has_room(demand)
             and (self.rpm is None or self.rpm.fits(1))
             and (self.tpm is None or self.tpm.fits(demand.tokens))
         )
@@ -1904,20 +1790,6 @@ class Gate:
         limit = self.tpm.limit if self.tpm is not None else math.inf
         return demand.tokens > min(limit, max(limits, default=math.inf))
 
-    def _blocking(self) -> _Waiter | None:
-        """A giant that has waited for long, wherever it stands: the others let it go first."""
-        if self.tpm is None and not any(key.tpm is not None for key in self.pool):
-            return None
-        since = self._clock() - WINDOW_S / 2
-        waiting = (w for w in self._queue if w.entered_at < since and self._is_giant(w.demand))
-        return next(waiting, None)
-
-    def _fits_slots(self, demand: Demand) -> bool:
-        return self.taken + max(1, min(demand.places, self.slots)) <= self.slots
-
-    def _fits_weight(self, demand: Demand) -> bool:
-        return self.weight + min(demand.weight, self.capacity) <= self.capacity
-
     def _pick(self, demand: Demand) -> tuple[Key | None, bool]:
         """The key that a call would go with, and whether none may be used for its model."""
         if not self.pool:
@@ -1925,10 +1797,10 @@ class Gate:
             return (None, True) if own.pauses and own.free_at(demand.model) else (own, False)
         free = [key for key in self.pool if not key.free_at(demand.model)]
         fitting = [key for key in free if key.fits(demand.tokens)]
-        tokens = demand.tokens  # a key whose whole bucket is too small comes last
 
         def rank(key: Key) -> tuple[bool, tuple[int, float, int]]:
-            return key.tpm is not None and tokens > key.tpm.limit, key.load
+            # A key whose whole bucket is too small comes last.
+            return key.tpm is not None and demand.tokens > key.tpm.limit, key.load
 
         return min(fitting, key=rank, default=None), not free
 
@@ -1943,16 +1815,9 @@ class Gate:
         """Charge a call to its flow; returns its start tag."""
         if len(self._finish) > 1024:  # a flow behind the virtual time has no debt to remember
             self._finish = {f: tag for f, tag in self._finish.items() if tag > self._virtual}
-        flow = (demand.client, demand.priority)
-        start_tag = max(self._virtual, self._finish.get(flow, 0.0))
-        self._finish[flow] = start_tag + max(1, demand.tokens) / self.SHARES[demand.priority]
+        start_tag = max(self._virtual, self._finish.get(demand.flow, 0.0))
+        self._finish[demand.flow] = start_tag + demand.charge
         return start_tag
-
-    def refund(self, demand: Demand) -> None:
-        """Its flow has not been served what it was charged for."""
-        flow = (demand.client, demand.priority)
-        if flow in self._finish:
-            self._finish[flow] -= max(1, demand.tokens) / self.SHARES[demand.priority]
 
     def _enqueue(
         self, demand: Demand, timing: Timing, queue_size: int, timeout_s: float, chances: int
@@ -1973,11 +1838,10 @@ class Gate:
             wait_s = self._promise(demand, len(self._queue))
             raise ProxyError("queue_full", why, retry_after_s=wait_s)
         self._order += 1
-        start_tag = -math.inf if chances else self._charge(demand)
+        tag = (-math.inf if chances else self._charge(demand)), self._order
         future: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
-        limited_s = self._limited_total()
-        waiter = _Waiter(future, start_tag, self._order, demand, now, limited_s, chances)
-        place = bisect.bisect(self._queue, waiter.place, key=lambda w: w.place)
+        waiter = _Waiter(future, tag, demand, now, self._limited_total(), chances)
+        place = bisect.bisect(self._queue, tag, key=lambda w: w.place)
         timing.position = place + 1
         timing.expected_s = max(0.0, self._forecast_at(demand, place) - now)
         self._queue.insert(place, waiter)
@@ -1987,10 +1851,12 @@ class Gate:
 
     def _next(self) -> tuple[_Waiter, Key] | None:
         """The first waiting call that may go, and the key it goes with."""
-        head: _Waiter | None = None
-        is_limited = False
-        blocking = self._blocking()
-        queue = self._queue if blocking is None else [blocking]
+        head, is_limited, queue = None, False, self._queue
+        if self.tpm is not None or any(key.tpm is not None for key in self.pool):
+            # A giant that has waited for long, wherever it stands: the others let it go first.
+            since = self._clock() - WINDOW_S / 2
+            giants = (w for w in queue if w.entered_at < since and self._is_giant(w.demand))
+            queue = [*itertools.islice(giants, 1)] or queue
         for waiter in queue if self.taken < self.slots and not self.is_paused else ():
             key, is_held_back = self._pick(waiter.demand)
             if is_held_back:
@@ -2000,8 +1866,7 @@ class Gate:
             if key is not None and self._fits(waiter.demand):
                 head.passed += waiter is not head
                 return waiter, key
-            has_room = self._fits_weight(waiter.demand) and self._fits_slots(waiter.demand)
-            is_limited = is_limited or has_room
+            is_limited = is_limited or self._has_room(waiter.demand)
             if head.passed >= MAX_PASSED or self.weight >= self.capacity:
                 break
             if self._is_giant(head.demand) or (self.rpm is not None and not self.rpm.fits(1)):
@@ -2013,19 +1878,6 @@ class Gate:
     def _limited_total(self) -> float:
         since = self._limited_at
         return self._limited_s + (0.0 if since is None else self._clock() - since)
-
-    def _wake_later(self, now: float) -> None:
-        """When buckets or pauses hold the queue up, time alone lets it go on."""
-        keys = self.pool or list(self._held_back.values())
-        buckets = [self.rpm, self.tpm, *(b for key in keys for b in (key.rpm, key.tpm))]
-        times = [p.until for key in keys for p in key.pauses.values()]
-        times += [bucket.next_back_at() for bucket in buckets if bucket is not None]
-        wait_s = min((at - now for at in times if now < at < math.inf), default=None)
-        if self._timer is not None:
-            self._timer.cancel()
-        if wait_s is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(wait_s + 0.001, self.dispatch)
 
     def _remove(self, waiter: _Waiter, is_refunded: bool = False) -> None:
         self._queue.remove(waiter)
@@ -2052,27 +1904,29 @@ class Gate:
         self._fail(waiter, ProxyError("queue_timeout", why, retry_after_s=wait_s))
         self.dispatch()
 
-    def _forecast_at(self, demand: Demand, calls: int, tokens: float | None = None) -> float:
-        """When a call goes that has so many calls before it, and so many of their tokens.
+    def _forecast_at(
+        self, demand: Demand, calls: int, promised: Iterable[tuple[float, int]] = ()
+    ) -> float:
+        """When a call goes that has so many calls before it, and those that were promised a time.
 
         It supposes that a call holds its permit as long as calls did of late, and uses as large a
         part of the tokens that it reserves.
         """
-        now, service_s = self._clock(), self.service_s
-        if tokens is None:
-            tokens = self._queued_tokens * calls / max(1, len(self._queue))
+        now, service_s, pool = self._clock(), self.service_s, self.pool
+        tokens = self._queued_tokens * calls / max(1, len(self._queue)) + demand.tokens
+        for _, more in promised:
+            calls, tokens = calls + 1, tokens + more
         slots = max(1, min(self.slots, self.capacity // max(1, demand.weight)))
         begun = sorted(max(p.granted_at, now - 0.9 * service_s) for p in self.permits)
         ends = [now] * (slots - len(begun)) + [at + service_s for at in begun[-slots:]]
-        at = ends[calls % slots] + calls // slots * service_s
-        tokens = (tokens + demand.tokens) * self.used_share
-        pool = self.pool
+        at = max(ends[calls % slots] + calls // slots * service_s, self.free_at(demand))
         groups = [self.rpm], [key.rpm for key in pool], [self.tpm], [key.tpm for key in pool]
-        for buckets, amount in zip(groups, (calls + 1, calls + 1, tokens, tokens), strict=True):
-            for bucket in buckets if None not in buckets else ():
-                assert bucket is not None
-                at = max(at, bucket.forecast_at(amount / len(buckets), service_s))
-        return max(at, self.free_at(demand))
+        amounts = calls + 1, calls + 1, tokens * self.used_share, tokens * self.used_share
+        for buckets, amount in zip(groups, amounts, strict=True):
+            limits = [bucket for bucket in buckets if bucket is not None]
+            for bucket in limits if len(limits) == len(buckets) else ():
+                at = max(at, bucket.forecast_at(amount / len(limits), service_s))
+        return at
 
     def _promise(self, demand: Demand, calls: int) -> float:
         """Seconds until a call that is rejected now would have gone.
@@ -2083,9 +1937,7 @@ class Gate:
         now = self._clock()
         while self._promised and self._promised[0][0] <= now:
             self._promised.popleft()
-        tokens = self._queued_tokens * calls / max(1, len(self._queue))
-        tokens += sum(promised for _, promised in self._promised)
-        go_at = self._forecast_at(demand, calls + len(self._promised), tokens)
+        go_at = self._forecast_at(demand, calls, self._promised)
         self._promised.append((go_at, demand.tokens))
         return max(0.0, go_at - now)
 
@@ -2140,11 +1992,10 @@ class Learned:
     def __init__(self) -> None:
         self.token_s = TOKEN_S_UNLEARNED
         self._weights, self._variance = list(self.PRIOR), list(self.VARIANCE)
-        self._odd = 0  # reports in a row that were not believed
+        self._calls = self._odd = 0  # reports, and in a row those that were not believed
         self._is_taught = False  # until then: characters / 3
         self._outputs: deque[int] = deque(maxlen=100)
         self._output_p95 = OUTPUT_TOKENS_UNLEARNED
-        self._calls = 0
 
     def prompt_tokens(self, size: TextSize) -> int:
         text = size.chars / 3
@@ -2225,8 +2076,7 @@ class Client:
     def reserve(self, demand: Demand) -> Reservation | None:
         """Take a call's part of the limits.
 
-        Raises:
-            ProxyError: rate_limited, with the time until it would fit; nothing was taken.
+        Raises ProxyError: rate_limited, with the time until it would fit; nothing was taken.
         """
         if self.rpm is None and self.tpm is None:
             return None
@@ -2249,7 +2099,7 @@ HOP_BY_HOP = frozenset(
      "te", "trailer", "transfer-encoding", "upgrade")
 )  # fmt: skip
 OWN_HEADERS: dict[str, tuple[str, ...]] = {  # and what they may say; nothing: anything
-    "x-llmproxy-priority": tuple(Gate.SHARES),
+    "x-llmproxy-priority": tuple(SHARES),
     "x-llmproxy-retry": RETRY_KINDS,
     "x-llmproxy-task": (),
     "x-llmproxy-task-budget": (),
@@ -2281,6 +2131,7 @@ NOT_KEPT = re.compile(
 )
 CORS = re.compile(rb"^access-control-[^\r\n]*\r\n", re.I | re.M)
 EVENT_END = re.compile(rb"\n\r?\n|\r\r")
+_EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 LINE_END = re.compile(r"\r\n|\n|\r")
 HAS_USAGE = re.compile(rb'"usage"\s*:\s*(?:[\r\n]+data: ?)?\{')
 # A 400 that means "I do not know stream_options", as vLLM, Mistral, TGI and older gateways say it.
@@ -2350,8 +2201,7 @@ ROUTES = {
 
 def find_route(method: str, path: str) -> tuple[Route | None, str]:
     """The route of a path, under any prefix that ends in /v1 (SDKs make /v1/v1/messages too)."""
-    _, v1, rest = path.rpartition("/v1/")
-    name = rest if v1 else path[1:]
+    name = path.rpartition("/v1/")[2] if "/v1/" in path else path[1:]
     return ROUTES.get(name) if method == "POST" else None, name
 
 
@@ -2361,30 +2211,16 @@ def is_readable(low: Mapping[str, str]) -> bool:
     return not is_coded and not low.get("content-type", "").startswith("multipart/")
 
 
-class _Lower(dict[bytes, str]):
-    """Header names in lower case, by how they were spelled."""
-
-    def __missing__(self, name: bytes) -> str:
-        lower = name.decode("latin-1").lower()
-        if len(self) < 4 * MAX_MODELS:
-            self[name] = lower
-        return lower
+@functools.lru_cache(4096)
+def _lower(name: bytes) -> str:
+    return name.decode("latin-1").lower()
 
 
-_lower = _Lower()
 RawHeaders = tuple[tuple[bytes, bytes], ...]
-
-
-def text_of_bytes(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")
 
 
 def bytes_of_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
-
-
-def is_harmless(name: str) -> bool:
-    return name in HARMLESS or name.startswith(_HARMLESS_KINDS)
 
 
 class Headers:
@@ -2401,7 +2237,7 @@ class Headers:
         lines: list[tuple[str, bytes]] = []
         own: list[str] = []
         for name, value in raw:
-            lower, text = _lower[name], value.decode("utf-8", "surrogateescape")
+            lower, text = _lower(name), value.decode("utf-8", "surrogateescape")
             low[lower] = text if lower not in low else f"{low[lower]}, {text}"
             if lower[:11] == "x-llmproxy-":
                 own.append(lower)
@@ -2429,8 +2265,9 @@ class Headers:
         """All that may change an answer or say whose call it is, whatever its order."""
         block = self._blocks.get("keyed")
         if block is None:
-            names = sorted({name for name, _ in self.lines if not is_harmless(name)})
-            block = b"\n".join(bytes_of_text(f"{name}:{self.low[name]}") for name in names)
+            known = (name for name, _ in self.lines if name not in HARMLESS)
+            names = sorted({name for name in known if not name.startswith(_HARMLESS_KINDS)})
+            block = b"".join(bytes_of_text(f"{name}:{self.low[name]}\n") for name in names)
             self._blocks["keyed"] = block
         return block
 
@@ -2442,29 +2279,24 @@ def request_headers(raw: RawHeaders) -> Headers:
 
 
 _FRAMING = HOP_BY_HOP | {"content-length"}
+STREAMS = ("text/event-stream",)
 
 
 class Head:
     """Status line and headers of an answer; framing and hop-by-hop headers already gone."""
 
-    __slots__ = ("block", "low", "reason", "status")
+    __slots__ = ("block", "is_stream", "kind", "low", "reason", "status")
 
     def __init__(self, status: int, reason: str, block: bytes, low: Mapping[str, str]) -> None:
         self.status, self.reason, self.block, self.low = status, reason, block, low
+        self.kind = low.get("content-type", "").partition(";")[0].strip().lower()
+        self.is_stream = self.kind in STREAMS
 
     @classmethod
     def of(cls, message: Any) -> Head:
         """That of what aiohttp has parsed."""
         headers = Headers(message.raw_headers, _FRAMING)
         return cls(message.code, message.reason or "", headers.block(), headers.low)
-
-    @property
-    def kind(self) -> str:
-        return self.low.get("content-type", "").partition(";")[0].strip().lower()
-
-    @property
-    def is_stream(self) -> bool:
-        return self.kind in STREAMS
 
     @property
     def is_coded(self) -> bool:
@@ -2494,7 +2326,6 @@ class Head:
         return Head(status, reason, block + more, low)
 
 
-STREAMS = ("text/event-stream",)
 NO_HEAD = Head(200, "OK", b"", {})
 SSE_HEAD = NO_HEAD.changed(200, "text/event-stream")
 
@@ -2544,14 +2375,14 @@ _BLOB_HOLDERS = frozenset(
 def measure(doc: Any) -> TextSize:
     """What a body's texts measure. A string is a blob only where its place says so."""
     texts: list[str] = []
-    counts = {"blobs": 0, "tokens": 0}
+    blobs = tokens = 0
 
     def walk(value: Any, name: str, holder: str) -> None:
+        nonlocal blobs, tokens
         kind = type(value)
         if kind is str:
-            is_blob = name in _BLOBS or (holder in _BLOB_HOLDERS and name in ("url", "data"))
-            if is_blob:
-                counts["blobs"] += 1
+            if name in _BLOBS or (holder in _BLOB_HOLDERS and name in ("url", "data")):
+                blobs += 1
             else:
                 texts.append(value)
         elif kind is dict:
@@ -2559,18 +2390,17 @@ def measure(doc: Any) -> TextSize:
             for key, item in value.items():
                 walk(item, key, inside)
         elif kind is list:
-            numbers = set(map(type, value)) <= {int, float}
-            if numbers and value and name in ("prompt", "input"):
-                counts["tokens"] += len(value)
-            elif numbers and value:
-                texts.append(repr(value))
-            else:
+            if not value or not set(map(type, value)) <= {int, float}:
                 for item in value:
                     walk(item, name, holder)
+            elif name in ("prompt", "input"):
+                tokens += len(value)
+            else:
+                texts.append(repr(value))
 
     with contextlib.suppress(RecursionError):
         walk(doc, "", "")
-    return TextSize.of(texts, counts["blobs"], counts["tokens"])
+    return TextSize.of(texts, blobs, tokens)
 
 
 def with_fields(body: bytes, doc: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes | None:
@@ -2579,23 +2409,20 @@ def with_fields(body: bytes, doc: Mapping[str, Any], fields: Mapping[str, Any]) 
     What is new is added at the end and all else stays byte for byte. A field that is there once
     is replaced in its place; else the body is written anew.
     """
-    end = len(body.rstrip()) - 1
+    changed, end = body, len(body.rstrip()) - 1
     new = {name: value for name, value in fields.items() if name not in doc}
-    changed = body if b"\0" not in body[:4] and body[end : end + 1] == b"}" and doc else b""
-    if changed and new:
+    is_plain = bool(doc) and b"\0" not in body[:4] and body[end : end + 1] == b"}"
+    if new:
         changed = body[:end] + b"," + json.dumps(new).encode()[1:-1] + body[end:]
-    for name in [name for name in fields if name in doc and changed]:
-        found = list(re.finditer(rb'"%b"\s*:\s*' % re.escape(name.encode()), changed))
-        start = found[0].end() if found else 0
-        text = changed[start:].decode("utf-8", "surrogateescape") if len(found) == 1 else ""
-        changed = changed if text else b""
-        with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):
+        for name in fields.keys() - new.keys():
+            (found,) = re.finditer(rb'"%b"\s*:\s*' % re.escape(name.encode()), changed)
+            text = changed[found.end() :].decode("utf-8", "surrogateescape")
             _, length = _JSON.raw_decode(text)
             value = json.dumps(fields[name]).encode()
-            changed = changed[:start] + value + bytes_of_text(text[length:])
-    is_exact = len(new) == len(fields) or parse_json(changed) == {**doc, **fields}
-    if changed and is_exact:
-        return changed
+            changed = changed[: found.end()] + value + bytes_of_text(text[length:])
+        if is_plain and (len(new) == len(fields) or parse_json(changed) == {**doc, **fields}):
+            return changed
     with contextlib.suppress(ValueError, RecursionError):
         return json.dumps({**doc, **fields}, allow_nan=False).encode()
     return None
@@ -2603,33 +2430,47 @@ def with_fields(body: bytes, doc: Mapping[str, Any], fields: Mapping[str, Any]) 
 
 def usage_options(doc: Mapping[str, Any]) -> dict[str, Any] | None:
     """The stream_options that ask for usage; None where those there are no object."""
-    options = doc.get("stream_options")
-    if options is None or isinstance(options, dict):
-        return {"stream_options": {**(options or {}), "include_usage": True}}
-    return None
+    options = doc.get("stream_options") or {}
+    is_known = options == {} or isinstance(options, dict)
+    return {"stream_options": {**options, "include_usage": True}} if is_known else None
 
 
 def reports_usage(doc: Mapping[str, Any]) -> bool:
-    options = doc.get("stream_options")
-    return isinstance(options, dict) and options.get("include_usage") is True
+    return _dict(doc, "stream_options").get("include_usage") is True
 
 
 def whole_number(value: Any) -> int | None:
     """A count as bodies and usages write it: 5, 5.0 or "5"; None for all else."""
-    if type(value) is str and value.isdecimal() and len(value) < 10:
-        value = int(value)
-    if type(value) is float and value.is_integer():
+    is_text = type(value) is str and value.isdecimal() and len(value) < 10
+    if is_text or (type(value) is float and value.is_integer()):
         value = int(value)
     return value if type(value) is int and value >= 0 else None
+
+
+def _dict(doc: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = doc.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(doc: Mapping[str, Any], name: str) -> int:
+    value = whole_number(doc.get(name)) or 0
+    return value if value < MAX_TOKENS else 0
+
+
+def json_at(text: str | bytes) -> Any:
+    """The JSON at the beginning of a text; None where there is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        return _JSON.raw_decode(text.lstrip(" \r\n\t:"))[0]
+    return None
 
 
 def max_tokens(doc: Mapping[str, Any]) -> int | None:
     """The larger of all limits on the output that a body names, in any API's words."""
     names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
-    values = [doc[name] for name in names if name in doc]
-    for holder, name in (("generationConfig", "maxOutputTokens"), ("options", "num_predict")):
-        if isinstance(inner := doc.get(holder), dict) and name in inner:
-            values.append(inner[name])
+    values = [doc.get(name) for name in names]
+    values.append(_dict(doc, "generationConfig").get("maxOutputTokens"))
+    values.append(_dict(doc, "options").get("num_predict"))
     found = [number for value in values if (number := whole_number(value)) is not None]
     return min(max(found), 2**31) if found else None
 
@@ -2664,18 +2505,15 @@ def first_event(data: bytes) -> bytes | None:
 
 def is_event(data: bytes) -> bool:
     """Whether an event without its blank line is whole."""
-    if _DONE.search(data):
-        return True
-    try:
-        return bool(data) and json.loads(event_data(data)) is not None
-    except (ValueError, RecursionError):
-        return False
+    with contextlib.suppress(ValueError, RecursionError):
+        is_done = bool(_DONE.search(data))
+        return is_done or bool(data and json.loads(event_data(data)) is not None)
+    return False
 
 
 def last_event_end(data: bytes) -> int:
     """Where the last whole event ends; 0 where none does."""
-    ends = ((data.rfind(mark), len(mark)) for mark in (b"\n\n", b"\n\r\n", b"\r\r"))
-    return max((at + length for at, length in ends if at >= 0), default=0)
+    return max((data.rfind(mark) + len(mark)) * (mark in data) for mark in _EVENT_ENDS)
 
 
 def stream_error(event: bytes) -> tuple[int, bytes] | None:
@@ -2689,7 +2527,11 @@ def stream_error(event: bytes) -> tuple[int, bytes] | None:
         if error is None and isinstance(doc, dict) and doc.get("type") == "error":
             error = doc  # OpenAI's responses route
         if error:
-            return _error_status(error if isinstance(error, dict) else {}), data.encode()
+            error = error if isinstance(error, dict) else {}
+            codes = [code for code in (error.get("code"), error.get("status")) if type(code) is int]
+            said = next((code for code in codes if 400 <= code < 600), None)
+            status = said or _ANTHROPIC_STATUS.get(str(error.get("type")), 500)
+            return status, data.encode()
     return None
 
 
@@ -2700,19 +2542,13 @@ def has_error(data: bytes) -> bool:
     return b'"response.failed"' in data or any(map(stream_error, EVENT_END.split(data)))
 
 
-def has_finish(data: bytes, route: Route | None) -> bool:
-    """Whether a stream has more than a `[DONE]` to show for its end."""
-    return route is not None and route.ends is not None and bool(route.ends.search(data))
-
-
 def is_whole(data: bytes, route: Route | None, doc: Mapping[str, Any]) -> bool:
     """Whether a stream, all of it that is held, has said that it is at its end."""
     if _DONE.search(data, max(0, len(data) - 1024)):
         return True
-    if route is None or route.ends is None:
-        return False
-    wanted = copies(doc) if route.ends is _FINISH else 1
-    return len(route.ends.findall(data)) >= wanted
+    wanted = copies(doc) if route is not None and route.ends is _FINISH else 1
+    ends = route.ends if route is not None else None
+    return ends is not None and len(ends.findall(data)) >= wanted
 
 
 _ANTHROPIC_STATUS = {
@@ -2721,14 +2557,6 @@ _ANTHROPIC_STATUS = {
     "rate_limit_error": 429, "api_error": 500, "timeout_error": 504, "overloaded_error": 529,
     "exceed_context_size_error": 400, "unavailable_error": 503,
 }  # fmt: skip
-
-
-def _error_status(error: dict[str, Any]) -> int:
-    for name in ("code", "status"):
-        code = error.get(name)
-        if type(code) is int and 400 <= code < 600:
-            return code
-    return _ANTHROPIC_STATUS.get(str(error.get("type")), 500)
 
 
 class Events:
@@ -2749,7 +2577,7 @@ class Events:
     def feed(self, chunk: bytes) -> bytes:
         if self._held or chunk[-2:] != b"\n\n":
             chunk = self._whole(chunk)
-        return self._take(chunk) if self._takes_usage else chunk
+        return self._take(chunk)
 
     def _whole(self, chunk: bytes) -> bytes:
         """The whole events of what is held and a chunk; the rest is held."""
@@ -2762,36 +2590,29 @@ class Events:
             return b""
         data = b"".join([*self._held, chunk])
         cut = len(data) - len(chunk) - len(seam) + end if end else len(data)
-        self._held, self._held_bytes = [], 0
-        if cut < len(data):
-            self._held, self._held_bytes = [data[cut:]], len(data) - cut
+        self._held, self._held_bytes = [data[cut:]] * (cut < len(data)), len(data) - cut
         self._seam = data[cut:][-3:]
         return data[:cut]
 
     def rest(self) -> bytes:
         """What a stream that ended without a blank line still had to say."""
         data, self._held, self._held_bytes = b"".join(self._held), [], 0
-        return self._take(data) if self._takes_usage else data
+        return self._take(data)
 
     def _take(self, data: bytes) -> bytes:
-        data, taken = without_usage(data)
-        self.taken = taken or self.taken
-        return data
-
-
-def without_usage(data: bytes) -> tuple[bytes, bytes]:
-    """Whole events without the chunk that only reports usage, and that chunk."""
-    if not HAS_USAGE.search(data):
-        return data, b""
-    out: list[bytes] = []
-    taken, start = b"", 0
-    for end in [*(match.end() for match in EVENT_END.finditer(data)), len(data)]:
-        event, start = data[start:end], end
-        if HAS_USAGE.search(event) and _is_extra(event):
-            taken = event
-        else:
-            out.append(event)
-    return b"".join(out), taken
+        """Whole events without the chunk that only reports usage."""
+        if not self._takes_usage or not HAS_USAGE.search(data):
+            return data
+        out, start = list[bytes](), 0
+        for end in [*(match.end() for match in EVENT_END.finditer(data)), len(data)]:
+            event, start = data[start:end], end
+            doc = json_at(event_data(event)) if HAS_USAGE.search(event) else None
+            doc = doc if isinstance(doc, dict) and "type" not in doc else {}  # OpenAI's
+            if doc.get("usage") and not doc.get("choices"):
+                self.taken = event
+            else:
+                out.append(event)
+        return b"".join(out)
 
 
 # What reading a document raises that is not as it should be.
@@ -2803,64 +2624,43 @@ def compact(doc: Any) -> bytes:
     return json.dumps(doc, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def _is_extra(event: bytes) -> bool:
-    with contextlib.suppress(ValueError, RecursionError):
-        doc = json.loads(event_data(event))
-        is_openai = isinstance(doc, dict) and "type" not in doc
-        return bool(is_openai and doc.get("usage") and not doc.get("choices"))
-    return False
-
-
 def read_usage(body: bytes, is_stream: bool) -> Usage | None:
     """The usage that an answer reports, wherever it stands; None where it reports none."""
     if not is_stream:
-        return _plain_usage(body)
-    usage = None
+        # It nearly always stands last: read it alone, without the answer before it.
+        start = body.rfind(b'"usage"')
+        if start >= 0 and body.find(b'"usage"') == start:  # else the text has one as well
+            if isinstance(usage := json_at(body[start + 7 :]), dict):
+                return _usage_from(usage)
+        return _usage_of(body.decode("utf-8", "replace"))
+    found = None
     for part in (body[-16384:], body):  # the last events nearly always hold it
-        for event in reversed(EVENT_END.split(part)):
-            if USAGE_MARK.search(event) and (usage := _usage_of(event_data(event))):
-                break
-        if usage or len(part) == len(body):
+        events = (event for event in reversed(EVENT_END.split(part)) if USAGE_MARK.search(event))
+        found = next(filter(None, (_usage_of(event_data(event)) for event in events)), None)
+        if found or len(part) == len(body):
             break
     # Anthropic splits it: the prompt in message_start, the output in message_delta.
-    if usage and b'"message_start"' in body[:8192]:
+    if found and b'"message_start"' in body[:8192]:
         for event in EVENT_END.split(body[:16384]):
-            if b'"message_start"' in event and (start := _usage_of(event_data(event))):
-                usage.prompt = max(usage.prompt, start.prompt)
-                usage.cached = max(usage.cached, start.cached)
-                usage.written = max(usage.written, start.written)
-                usage.completion = max(usage.completion, start.completion)
+            if b'"message_start"' in event and (start_ := _usage_of(event_data(event))):
+                for name in ("prompt", "cached", "written", "completion"):
+                    setattr(found, name, max(getattr(found, name), getattr(start_, name)))
                 break
-    return usage
-
-
-def _plain_usage(body: bytes) -> Usage | None:
-    """Usage nearly always stands last: read it alone, without the answer before it."""
-    start = body.rfind(b'"usage"')
-    if start >= 0 and body.find(b'"usage"') == start:  # else the answer's text has one as well
-        with contextlib.suppress(ValueError, RecursionError):
-            text = body[start + 7 :].decode("utf-8", "replace").lstrip(" \r\n\t:")
-            usage, _ = _JSON.raw_decode(text)
-            if isinstance(usage, dict):
-                return _usage_from(usage)
-    return _usage_of(body.decode("utf-8", "replace"))
+    return found
 
 
 USAGE_MARK = re.compile(rb'"usage"\s*:\s*[^n\s]|"timings"|"tokens_predicted"')
 
 
 def _usage_of(text: str) -> Usage | None:
-    try:
-        doc = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    doc = json_at(text)
     if not isinstance(doc, dict):
         return None
-    for holder in (doc, doc.get("message"), doc.get("response")):
-        if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
+    for holder in (doc, _dict(doc, "message"), _dict(doc, "response")):
+        if isinstance(holder.get("usage"), dict):
             return _usage_from(holder["usage"])
-    timings = doc.get("timings")
-    if isinstance(timings, dict) and "predicted_n" in timings:
+    timings = _dict(doc, "timings")
+    if "predicted_n" in timings:
         cached = _whole(timings, "cache_n")
         prompt = _whole(timings, "prompt_n") + cached
         return Usage(prompt, cached, _whole(timings, "predicted_n"))
@@ -2870,28 +2670,17 @@ def _usage_of(text: str) -> Usage | None:
 
 
 def _usage_from(usage: dict[str, Any]) -> Usage:
-    inner = _inner(usage, "prompt_tokens_details") or _inner(usage, "input_tokens_details")
-    output = _inner(usage, "completion_tokens_details") or _inner(usage, "output_tokens_details")
-    reasoning = _whole(output, "reasoning_tokens")
+    inner = _dict(usage, "prompt_tokens_details") or _dict(usage, "input_tokens_details")
+    output = _dict(usage, "completion_tokens_details") or _dict(usage, "output_tokens_details")
+    reasoning, cached = _whole(output, "reasoning_tokens"), _whole(inner, "cached_tokens")
     if "prompt_tokens" in usage:
-        prompt, cached = _whole(usage, "prompt_tokens"), _whole(inner, "cached_tokens")
-        return Usage(prompt, cached, _whole(usage, "completion_tokens"), reasoning)
+        prompt, completion = _whole(usage, "prompt_tokens"), _whole(usage, "completion_tokens")
+        return Usage(prompt, cached, completion, reasoning)
     # Anthropic counts what it read from or wrote to its cache apart from input_tokens.
     read = _whole(usage, "cache_read_input_tokens")
     written = _whole(usage, "cache_creation_input_tokens")
     prompt = _whole(usage, "input_tokens") + read + written
-    cached = read or _whole(inner, "cached_tokens")
-    return Usage(prompt, cached, _whole(usage, "output_tokens"), reasoning, written)
-
-
-def _inner(doc: dict[str, Any], name: str) -> dict[str, Any]:
-    value = doc.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def _whole(doc: dict[str, Any], name: str) -> int:
-    value = whole_number(doc.get(name)) or 0
-    return value if value < MAX_TOKENS else 0
+    return Usage(prompt, read or cached, _whole(usage, "output_tokens"), reasoning, written)
 
 
 def decoded(body: bytes, head: Head) -> bytes:
@@ -2901,16 +2690,6 @@ def decoded(body: bytes, head: Head) -> bytes:
         with contextlib.suppress(zlib.error):
             return zlib.decompressobj(47).decompress(body, FLIGHT_BYTES)
     return body
-
-
-def read_timings(body: bytes) -> dict[str, float]:
-    """The last `timings` of a llama.cpp answer; empty where it has none."""
-    with contextlib.suppress(ValueError, RecursionError, AttributeError):
-        start = body.rindex(b'"timings"')
-        text = body[start + 9 :].decode("utf-8", "replace").lstrip(" \r\n\t:")
-        timings, _ = _JSON.raw_decode(text)
-        return {k: v for k, v in timings.items() if type(v) in (int, float)}
-    return {}
 
 
 def asked_wait_s(low: Mapping[str, str], now_unix: float) -> float | None:
@@ -2945,15 +2724,12 @@ def reset_wait_s(low: Mapping[str, str], now_unix: float) -> float | None:
     return max(resets, default=None)
 
 
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)(ms|[dhms])")
-_SPAN_S = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-
-
 def parse_reset(text: str, now_unix: float) -> float:
     """Seconds of a reset header: `1m2.5s`, plain seconds, a Unix time in s or ms, or RFC 3339."""
     text = text.strip()
-    if "".join(number + unit for number, unit in _SPAN.findall(text)) == text and text:
-        return sum(float(number) * _SPAN_S[unit] for number, unit in _SPAN.findall(text))
+    spans = re.findall(r"(\d+(?:\.\d+)?)(ms|[dhms])", text)
+    if spans and "".join(number + unit for number, unit in spans) == text:
+        return sum(float(number) * {**_SECONDS, "d": 86400.0}[unit] for number, unit in spans)
     with contextlib.suppress(ValueError, OverflowError):
         value = float(text)
         value = value / 1000 if value > 1e11 else value
@@ -2972,13 +2748,12 @@ def without_keys(
 ) -> str:
     """A path whose query carries no parameter of those names, and none with one of those keys."""
     path, mark, query = raw_path.partition("?")
-    if not mark:
-        return path
-    kept = []
-    for part in re.split("[&;]", query):
-        name = urllib.parse.unquote(part).partition("=")[0].strip().lower()
-        if name not in names and not any(carries(part, key) for key in keys):
-            kept.append(part)
+    parts = re.split("[&;]", query) if mark else []
+    kept = [
+        part for part in parts
+        if urllib.parse.unquote(part).partition("=")[0].strip().lower() not in names
+        and not any(carries(part, key) for key in keys)
+    ]  # fmt: skip
     return path + mark * bool(kept) + "&".join(kept)
 
 
@@ -2993,6 +2768,20 @@ def carries(text: str, key: str) -> bool:
     return False
 
 
+def without_lines(block: bytes, keys: Iterable[str]) -> bytes:
+    """Header lines, but for those that carry one of these keys."""
+    lines = block.splitlines(keepends=True)
+    texts = (line.decode("utf-8", "surrogateescape") for line in lines)
+    odd = [any(carries(text, key) for key in keys) for text in texts]
+    return b"".join(line for line, is_odd in zip(lines, odd, strict=True) if not is_odd)
+
+
+def event_of(doc: Mapping[str, Any]) -> bytes:
+    """A document as an event of a stream."""
+    name = f"event: {doc['type']}\n" if "type" in doc else ""
+    return f"{name}data: {json.dumps(doc)}\n\n".encode()
+
+
 def closing_events(name: str, sent: bytes, output_tokens: int) -> bytes:
     """The events that end a running stream cleanly, as if it had met its max_tokens.
 
@@ -3000,14 +2789,11 @@ def closing_events(name: str, sent: bytes, output_tokens: int) -> bytes:
         name: the route, like chat/completions.
         sent: the stream's last events, or all of them.
     """
-    events = [event_data(event) for event in EVENT_END.split(sent) if b"{" in event]
-    docs = []
-    for data in events:
-        with contextlib.suppress(ValueError, RecursionError):
-            docs.append(json.loads(data))
-    docs = [doc for doc in docs if isinstance(doc, dict)]
+    found = [json_at(event_data(event)) for event in EVENT_END.split(sent) if b"{" in event]
+    docs = [doc for doc in found if isinstance(doc, dict)]
+    ending: list[dict[str, Any]] = []
+    tail = b""
     if name == "messages":
-        ending: list[dict[str, Any]] = []
         for doc in docs:
             if doc.get("type") in ("content_block_start", "content_block_delta"):
                 ending = [{"type": "content_block_stop", "index": doc.get("index", 0)}]
@@ -3017,25 +2803,24 @@ def closing_events(name: str, sent: bytes, output_tokens: int) -> bytes:
         usage = {"output_tokens": output_tokens}
         ending.append({"type": "message_delta", "delta": stop, "usage": usage})
         ending.append({"type": "message_stop"})
-        parts = [f"event: {doc['type']}\ndata: {json.dumps(doc)}\n\n" for doc in ending]
-        return "".join(parts).encode()
-    if name == "responses":
+    elif name == "responses":
         reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        found = [doc["response"] for doc in docs if isinstance(doc.get("response"), dict)]
-        begun = found[0] if found else {}
-        doc = {"type": "response.incomplete", "response": {"object": "response", **begun, **reason}}
-        return f"event: {doc['type']}\ndata: {json.dumps(doc)}\n\n".encode()
-    if name in ("completion", "infill"):
-        doc = {"content": "", "stop": True, "stop_type": "limit", "tokens_predicted": output_tokens}
-        return f"data: {json.dumps(doc)}\n\n".encode()
-    base = {k: v for k, v in (docs[0] if docs else {}).items() if k not in ("choices", "usage")}
-    empty: dict[str, Any] = {"delta": {}} if name == "chat/completions" else {"text": ""}
-    seen = [c for doc in docs for c in doc.get("choices") or () if isinstance(c, dict)]
-    is_over = {c.get("index") for c in seen if c.get("finish_reason")}
-    indexes = {c.get("index", 0) for c in seen} - is_over or {0}
-    ends = [{"index": n, **empty, "finish_reason": "length"} for n in sorted(indexes)]
-    parts = [f"data: {json.dumps({**base, 'choices': [end]})}\n\n" for end in ends]
-    return "".join([*parts, "data: [DONE]\n\n"]).encode()
+        begun = next(filter(None, (_dict(doc, "response") for doc in docs)), {})
+        response = {"object": "response", **begun, **reason}
+        ending = [{"type": "response.incomplete", "response": response}]
+    elif name in ("completion", "infill"):
+        over = {"stop": True, "stop_type": "limit", "tokens_predicted": output_tokens}
+        ending = [{"content": "", **over}]
+    else:
+        base = {k: v for k, v in (docs[0] if docs else {}).items() if k not in ("choices", "usage")}
+        empty: dict[str, Any] = {"delta": {}} if name == "chat/completions" else {"text": ""}
+        seen = [c for doc in docs for c in doc.get("choices") or () if isinstance(c, dict)]
+        is_over = {c.get("index") for c in seen if c.get("finish_reason")}
+        for n in sorted({c.get("index", 0) for c in seen} - is_over or {0}):
+            end = {"index": n, **empty, "finish_reason": "length"}
+            ending.append({**base, "choices": [end]})
+        tail = b"data: [DONE]\n\n"
+    return b"".join([*map(event_of, ending), tail])
 
 
 def error_body(error: ProxyError, dialect: str, trace: str) -> bytes:
@@ -3062,13 +2847,11 @@ _LOOPBACK_ORIGIN = re.compile(
     r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\]|[a-z0-9-]+\.localhost)(:\d{1,5})?",
     re.IGNORECASE,
 )
-_APP_SCHEMES = ("app://", "tauri://", "vscode-webview://")
 
 
 def is_allowed_origin(origin: str, allowed: list[str]) -> bool:
-    if origin in allowed or _LOOPBACK_ORIGIN.fullmatch(origin):
-        return True
-    return origin.startswith(_APP_SCHEMES)
+    is_app = origin.startswith(("app://", "tauri://", "vscode-webview://"))
+    return origin in allowed or is_app or bool(_LOOPBACK_ORIGIN.fullmatch(origin))
 
 
 @functools.lru_cache(1024)
@@ -3081,10 +2864,6 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(name).is_loopback
     return False
-
-
-def host_name(host: str) -> str:
-    return re.sub(r":\d+$", "", host).lower()
 
 
 def join_path(base: str, raw_path: str) -> str:
@@ -3131,11 +2910,8 @@ class Prices:
         self._globs = [tuple(text.rpartition("=")[::2]) for text in settings.price]
         self._globs += [(rule.name, rule.price) for rule in settings.models if rule.price]
         self._listed = _read_prices(settings.prices) if settings.prices else {}
+        self.is_empty = not self._globs and not self._listed
         self._found: LruMap[list[Price | None]] = LruMap(lambda model: [self._find(model)])
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._globs and not self._listed
 
     def of(self, model: str) -> Price | None:
         return self._found[model][0]
@@ -3143,9 +2919,9 @@ class Prices:
     def _find(self, model: str) -> Price | None:
         for pattern, text in self._globs:
             if fnmatch.fnmatchcase(model, pattern):
-                prompt, completion, *rest = (float(part) for part in text.split("/"))
-                cached, written = (*rest, prompt, prompt)[:2] if rest else (prompt, prompt)
-                return Price(prompt, completion, cached, written if len(rest) > 1 else prompt)
+                prices = [float(part) for part in text.split("/")]
+                prompt, completion, cached, written = (*prices, prices[0], prices[0])[:4]
+                return Price(prompt, completion, cached, written)
         found = self._listed.get(model) or self._listed.get(model.rpartition("/")[2])
         return None if found is None else _listed_price(found)
 
@@ -3214,9 +2990,6 @@ class Budget:
         self._period = ""
         self._spent: dict[str, int] = {"": 0}
 
-    def __repr__(self) -> str:
-        return f"<Budget {self.name} {self.spent}+{self.reserved}/{self.limit}>"
-
     @property
     def spent(self) -> int:
         return self._spent[self._period]
@@ -3227,8 +3000,6 @@ class Budget:
 
     def roll(self, now_unix: float) -> None:
         """Begin anew where a day or month has ended; what is reserved stays."""
-        if not self.window:
-            return
         self._period = time.strftime(PERIODS[self.window], time.localtime(now_unix))
         if self._period not in self._spent:
             self._spent = {p: n for p, n in list(self._spent.items())[-2:] if p} | {self._period: 0}
@@ -3246,18 +3017,12 @@ class Budget:
 Wanted = list[tuple[Budget, int]]  # what a call reserves of which budget
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    wanted: Wanted
-    future: asyncio.Future[None]
-
-
 class Budgets:
     """Every budget, and the calls that wait for the reservations of others to settle."""
 
     def __init__(self, settings: Settings, now: Clock = time.time) -> None:
         self.now = now
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[asyncio.Future[None], Wanted] = {}  # in the order in which they came
         self.tasks: dict[tuple[str, str], Budget] = {}  # by client and name
         self.of_all = _budgets("the budget", settings.budget, settings.budget_month)
         self.of_client = {
@@ -3272,8 +3037,7 @@ class Budgets:
     def limit(self, settings: Settings) -> list[Budget]:
         """Take the limits of changed settings; what was spent stays. Returns what is new."""
         before = {(b.name, b.window): b for b in self.all()}
-        after = Budgets(settings, self.now)
-        new = []
+        after, new = Budgets(settings, self.now), []
         for budgets in (after.of_all, *after.of_client.values()):
             for n, budget in enumerate(budgets):
                 if (known := before.get((budget.name, budget.window))) is None:
@@ -3309,16 +3073,15 @@ class Budgets:
             ProxyError: budget_exceeded where one cannot fit, queue_timeout where the reservations
                 of others did not settle in time.
         """
-        waiting = _Waiting(wanted, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[future] = wanted
         self.changed()
-        if waiting.future.done():
-            return waiting.future.result()
+        if future.done():
+            return future.result()
         try:
             async with asyncio.timeout(timeout_s):
-                await waiting.future
+                await future
         except (TimeoutError, asyncio.CancelledError) as error:
-            future = waiting.future
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.settle(wanted)  # granted in the same moment
             if isinstance(error, asyncio.CancelledError):
@@ -3326,8 +3089,7 @@ class Budgets:
             why = "other calls hold what is left of the budget (--queue-timeout)"
             raise ProxyError("queue_timeout", why, retry_after_s=1) from None
         finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
+            if self._waiting.pop(future, None) is not None:
                 self.changed()  # it may have held others back
 
     def settle(self, wanted: Wanted, cost_micros: int = 0, tokens: int = 0) -> None:
@@ -3342,32 +3104,32 @@ class Budgets:
     def changed(self) -> None:
         """Somebody has settled: let those go on who fit now, in order, or never will."""
         blocked: set[int] = set()  # budgets for which somebody waits who came before
-        for waiting in list(self._waiting):
-            if waiting.future.done():
-                continue
+        for future, wanted in list(self._waiting.items()):
             try:
-                self._check(waiting.wanted)
+                self._check(wanted)
             except ProxyError as error:
-                waiting.future.set_exception(error)
-                continue
-            short = {id(budget) for budget, amount in waiting.wanted if not budget.fits(amount)}
-            if short or any(id(budget) in blocked for budget, _ in waiting.wanted):
-                blocked |= short  # and nobody passes it there; other budgets are not its own
-                continue
-            for budget, amount in waiting.wanted:
-                budget.reserved += amount
-            waiting.future.set_result(None)
-        self._waiting = [waiting for waiting in self._waiting if not waiting.future.done()]
+                if not future.done():
+                    future.set_exception(error)
+            full = {id(budget) for budget, amount in wanted if not budget.fits(amount)}
+            if future.done():
+                del self._waiting[future]
+            elif full or any(id(budget) in blocked for budget, _ in wanted):
+                blocked |= full  # and nobody passes it there; other budgets are not its own
+            else:
+                for budget, amount in wanted:
+                    budget.reserved += amount
+                del self._waiting[future]
+                future.set_result(None)
 
     def _check(self, wanted: Wanted) -> None:
+        now = self.now()
         for budget, amount in wanted:
-            budget.roll(self.now())
+            budget.roll(now)
             if budget.is_spent(amount):
-                left = max(0, budget.limit - budget.spent)
+                left, window = max(0, budget.limit - budget.spent), budget.window
                 text = f"{left} tokens are" if budget.soft else f"{left / 1e6:.6f} USD is"
                 need = f"{amount} tokens" if budget.soft else f"{amount / 1e6:.6f} USD"
-                why = f"{budget.name}: {text} left of the {budget.window or 'task'}'s budget"
-                now, window = self.now(), budget.window
+                why = f"{budget.name}: {text} left of the {window or 'task'}'s budget"
                 wait_s = period_end(now, window) - now if window else None
                 why += f", the call may need {need}"
                 raise ProxyError("budget_exceeded", why, retry_after_s=wait_s)
@@ -3425,24 +3187,7 @@ _PUT = {
 }
 
 
-# What SQLite's binding says of values that it cannot hold.
-UNSTORABLE = (UnicodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
-
-
 Row = tuple[Any, ...]  # of a table; of calls: the values of COLUMNS
-
-
-def is_locked(handle: int) -> bool:
-    """Take the lock of a journal; True where its process lives and holds it."""
-    try:
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except (ImportError, OSError):  # a system without such locks
-        pass
-    return False
 
 
 class Journal:
@@ -3484,9 +3229,10 @@ class Journal:
     def read(path: Path) -> list[Row]:
         """The whole rows; a process may have died in the middle of its last one."""
         data, rows, at = path.read_bytes(), list[Row](), 0
-        while at + 8 <= len(data) and (size := int.from_bytes(data[at : at + 4], "little")):
+        while at + 8 <= len(data):
+            size, crc = struct.unpack_from("<II", data, at)
             body = data[at + 8 : at + 8 + size]
-            if zlib.crc32(body) != int.from_bytes(data[at + 4 : at + 8], "little"):
+            if not size or zlib.crc32(body) != crc:
                 break
             rows.append(marshal.loads(body))
             at += 8 + size
@@ -3513,23 +3259,20 @@ class Ledger:
     MOST_HELD, BATCH_S, OPEN_S, TURN_S = 50_000, 0.05, 0.2, 1.0
 
     def __init__(self, path: Path, retention_days: Clock, now: Clock = time.time) -> None:
-        self.path, self.trouble = path, ""
-        self.lost_rows = 0
+        self.path, self.trouble, self.lost_rows = path, "", 0
         self._retention_days, self._now = retention_days, now
         self._run = random.getrandbits(31)  # which process wrote a row: the upper half of its id
-        self._next_id = self._run << 32
+        self._ids = itertools.count((self._run << 32) + 1)
         self._open: dict[int, Row] = {}  # journaled, and not in the file yet
         self._rows: list[tuple[str, Row]] = []  # of the next batch
         self._journals: list[Journal] = []  # two
-        self._turn = 0
-        self._turned_at = 0.0
+        self._turn, self._turned_at = 0, 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._held: deque[tuple[str, Row]] = deque(maxlen=self.MOST_HELD)
         self._db: sqlite3.Connection | None = None
-        self._thread: threading.Thread | None = None
-        self._cleaned_unix = 0.0
-        self._inode = 0
+        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
+        self._cleaned_unix, self._inode = 0.0, 0
 
     def start(self) -> None:
         """Open the file, count what an earlier process left open as spent, start the writer."""
@@ -3538,27 +3281,24 @@ class Ledger:
             self._open_file()
         except (OSError, sqlite3.Error) as error:
             self._in_trouble(error)
-        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Write what is left, five seconds at most."""
         self._turned_at = 0.0
-        self._batch()
+        self.flush()
         if self._timer is not None:
             self._timer.cancel()
         self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(5.0)
-            if self._thread.is_alive() or self._held:
-                log.error("ledger: %s rows could not be written", len(self._held) or "the last")
-                return
+        self._thread.join(5.0)
+        if self._thread.is_alive() or self._held:
+            log.error("ledger: %s rows could not be written", len(self._held) or "the last")
+            return
         for journal in self._journals:
             journal.close()
 
     def new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
+        return next(self._ids)
 
     def opened(self, row: Row) -> None:
         """A call is about to be asked of an upstream: its row survives us from now on."""
@@ -3585,13 +3325,7 @@ class Ledger:
             self._timer.cancel()
             self._timer = None
         if self._timer is None:
-            self._timer = self._loop.call_at(at, self._batch)
-
-    def flush(self, is_turn: bool = False) -> None:
-        """Hand over what there is now."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._batch(is_turn)
+            self._timer = self._loop.call_at(at, self.flush)
 
     def written(self) -> threading.Event:
         """Hand over what there is now. Returns what is set once that is in the file."""
@@ -3605,13 +3339,15 @@ class Ledger:
             self.flush(is_turn=True)  # it is full
             self._journals[self._turn].write(row)
 
-    def _batch(self, is_turn: bool = False) -> None:
-        """Hand the writer what has come together; about every second the journals take turns."""
-        now, self._timer = self._now(), None
+    def flush(self, is_turn: bool = False) -> None:
+        """Hand the writer what there is; about every second the journals take turns."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         journal = self._journals[self._turn] if self._journals else None
         is_used = journal is not None and journal.end > 0
         is_turn |= is_used and self._loop.time() - self._turned_at > self.TURN_S
-        old_unix = math.inf if is_turn else now - self.OPEN_S
+        old_unix = math.inf if is_turn else self._now() - self.OPEN_S
         for row in [row for row in self._open.values() if row[1] <= old_unix]:
             self._rows.append(("calls", self._open.pop(row[0])))
         is_turn = is_turn and self._journals[1 - self._turn].end == 0  # else the writer is behind
@@ -3627,10 +3363,11 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         umask = os.umask(0o077)  # also for what stands beside it
         try:
-            db = sqlite3.connect(
-                self.path, timeout=1.0, isolation_level=None, check_same_thread=False
-            )
-            try:
+            with contextlib.ExitStack() as stack:
+                db = sqlite3.connect(
+                    self.path, timeout=1.0, isolation_level=None, check_same_thread=False
+                )
+                stack.callback(db.close)
                 db.execute("PRAGMA journal_mode = WAL")
                 db.execute("PRAGMA synchronous = NORMAL")
                 migrate(db)
@@ -3639,9 +3376,7 @@ class Ledger:
                     names = (f"{name}-{n}.journal" for n in (0, 1))
                     self._journals = [Journal(self.path.with_name(name)) for name in names]
                 take_up(db, self.path, self._run)
-            except BaseException:
-                db.close()
-                raise
+                stack.pop_all()
         finally:
             os.umask(umask)
         self._db, self._inode = db, self.path.stat().st_ino
@@ -3649,7 +3384,11 @@ class Ledger:
     def _work(self) -> None:
         is_over = False
         while not is_over:
-            batch = [*self._take()]
+            batch = list[Batch | None]()
+            with contextlib.suppress(queue.Empty):
+                batch.append(self._queue.get(timeout=1.0 if self._held else 60.0))
+                while True:
+                    batch.append(self._queue.get_nowait())
             is_over = None in batch
             rows = [row for item in batch if item is not None for row in item[0]]
             try:
@@ -3657,17 +3396,11 @@ class Ledger:
                 for _, then in filter(None, batch) if is_written else ():
                     if then is not None:
                         then()
+                self._clean()
             except Exception as error:  # the writer lives, whatever comes
                 self._in_trouble(error)
-            self._clean()
         if self._db is not None:
             self._db.close()
-
-    def _take(self) -> Iterator[Batch | None]:
-        with contextlib.suppress(queue.Empty):
-            yield self._queue.get(timeout=1.0 if self._held else 60.0)
-            while True:
-                yield self._queue.get_nowait()
 
     def _write(self, rows: list[tuple[str, Row]]) -> bool:
         """One transaction for all; what cannot be written is held back."""
@@ -3675,7 +3408,10 @@ class Ledger:
         self._held.extend(rows)
         self.lost_rows += held - len(self._held)
         try:
-            if self._db is not None and self._is_gone():
+            # Where the file was taken away, SQLite would go on writing where nobody reads.
+            if self._db is not None and not (
+                self.path.exists() and self.path.stat().st_ino == self._inode
+            ):
                 self._db.close()
                 self._db = None
             if self._db is None:
@@ -3683,7 +3419,8 @@ class Ledger:
             db = cast(sqlite3.Connection, self._db)
             db.execute("BEGIN IMMEDIATE")
             try:
-                self._put_all(db)
+                for table, group in itertools.groupby(self._held, key=lambda item: item[0]):
+                    self.lost_rows += put_rows(db, _PUT[table], [row for _, row in group])
                 db.execute("COMMIT")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
@@ -3700,17 +3437,6 @@ class Ledger:
             log.warning("ledger: %s is written again%s", self.path, lost)
             self.trouble = ""
         return True
-
-    def _put_all(self, db: sqlite3.Connection) -> None:
-        for table, group in itertools.groupby(self._held, key=lambda item: item[0]):
-            self.lost_rows += put_rows(db, _PUT[table], [row for _, row in group])
-
-    def _is_gone(self) -> bool:
-        """Whether the file was taken away: SQLite would go on writing where nobody reads."""
-        try:
-            return self.path.stat().st_ino != self._inode
-        except OSError:
-            return True
 
     def _in_trouble(self, error: Exception) -> None:
         trouble = printable(getattr(error, "strerror", None) or str(error))
@@ -3729,18 +3455,7 @@ class Ledger:
             self._db.execute("DELETE FROM tasks WHERE began_unix < ?", values)
             self._db.execute(f"DELETE FROM bodies WHERE id IN ({old})", values)
             found = self._db.execute(f"DELETE FROM calls WHERE id IN ({old})", values)
-            if found.rowcount < 1000:
-                self._cleaned_unix = now
-
-
-    def read(self, sql: str, values: Iterable[Any] = ()) -> list[dict[str, Any]]:
-        """Rows of a query, none where the file cannot be read. Blocks; not for the event loop."""
-        try:
-            with contextlib.closing(open_ledger(self.path)) as db:
-                return [dict(row) for row in db.execute(sql, tuple(values))]
-        except (OSError, sqlite3.Error) as error:
-            log.warning("ledger: %s cannot be read: %s", self.path, error)
-            return []
+            self._cleaned_unix = now if found.rowcount < 1000 else 0.0
 
 
 def migrate(db: sqlite3.Connection) -> None:
@@ -3753,18 +3468,15 @@ def migrate(db: sqlite3.Connection) -> None:
 
 def put_rows(db: sqlite3.Connection, sql: str, rows: list[Row]) -> int:
     """Write rows; one that cannot be stored takes no others with it. Returns how many those are."""
+    odd = (UnicodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
     try:
         db.executemany(sql, rows)
         return 0
-    except UNSTORABLE:
-        lost = 0
-    for row in rows:
-        try:
-            db.execute(sql, row)
-        except UNSTORABLE as error:
-            lost += 1
+    except odd as error:
+        if len(rows) == 1:
             log.error("ledger: a row cannot be stored: %s", fault_lines(error))
-    return lost
+            return 1
+    return sum(put_rows(db, sql, [row]) for row in rows)
 
 
 def take_up(db: sqlite3.Connection, path: Path, own_run: int) -> None:
@@ -3802,41 +3514,40 @@ def open_ledger(path: Path) -> sqlite3.Connection:
     return db
 
 
+def read_rows(path: Path, sql: str, values: Iterable[Any] = ()) -> list[dict[str, Any]]:
+    """Rows of a query. Raises sqlite3.Error."""
+    with contextlib.closing(open_ledger(path)) as db:
+        return [dict(row) for row in db.execute(sql, tuple(values))]
+
+
 SPENT = "coalesce(sum(cost_micros), 0)"
 FILTERS = ("client", "task", "model", "upstream", "fate", "status")
 
 
-def calls_query(
-    wanted: Mapping[str, Any], trace: str | None = None, now_unix: float | None = None
-) -> tuple[str, list[Any]]:
+def calls_query(wanted: Mapping[str, Any], trace: str | None = None) -> tuple[str, list[Any]]:
     """SQL and values for the last calls, or those of a trace.
 
-    Raises:
-        ValueError: names the filter that cannot be used.
+    Raises ValueError: names the filter that cannot be used.
     """
-    unknown = [name for name in wanted if name not in (*FILTERS, "since", "limit")]
-    if unknown:
+    if unknown := [name for name in wanted if name not in (*FILTERS, "since", "limit")]:
         raise ValueError(f"{unknown_name(unknown[0], FILTERS)}; also since and limit")
-    where, values = ["1"], list[Any]()
-    for name in FILTERS:
-        if wanted.get(name) is not None:
-            where.append(f"{name} GLOB ?")
-            values.append(str(wanted[name]))
+    named = [name for name in FILTERS if wanted.get(name) is not None]
+    clauses, values = ["1", *(f"{name} GLOB ?" for name in named)], list[Any]()
+    values += [str(wanted[name]) for name in named]
     if wanted.get("since") is not None:
         try:
-            since_s = parse_span(str(wanted["since"]))
+            values.append(time.time() - parse_span(str(wanted["since"])))
         except ValueError as error:
             raise ValueError(f"since: {error}") from None
-        where.append("time_unix >= ?")
-        values.append((time.time() if now_unix is None else now_unix) - since_s)
+        clauses.append("time_unix >= ?")
     limit = str(wanted.get("limit") or 50)
     if not limit.isdecimal():
         raise ValueError("limit: wants a whole number")
     if trace is not None:
-        where.append("? IN (trace, request_id)")
+        clauses.append("? IN (trace, request_id)")
         values.append(trace)
     order = "ORDER BY time_unix DESC, id DESC LIMIT ?"
-    sql = f"SELECT * FROM calls WHERE {' AND '.join(where)} {order}"
+    sql = f"SELECT * FROM calls WHERE {' AND '.join(clauses)} {order}"
     return sql, [*values, min(int(limit), 100_000)]
 
 
@@ -3863,19 +3574,15 @@ SPEND_BY = {
 
 
 def spend_query(by: str, since_unix: float) -> tuple[str, list[Any]]:
-    return (
-        f"SELECT {SPEND_BY[by]} AS name, count(*) AS calls, "
-        "sum(fate IN ('miss', 'bypass')) AS upstream_calls, "
-        "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN tokens_in END), 0) AS tokens_in, "
-        "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN tokens_out END), 0) AS tokens_out, "
-        f"{SPENT} / 1e6 AS cost_usd, "
-        "coalesce(sum(CASE WHEN cost_micros IS NULL THEN tokens_in + tokens_out END), 0) "
-        "AS unpriced_tokens, "
-        "coalesce(sum(saved_micros), 0) / 1e6 AS saved_usd "
-        "FROM calls WHERE time_unix >= ? GROUP BY name ORDER BY "
-        + ("name" if by == "day" else "cost_usd DESC, tokens_in DESC"),
-        [since_unix],
-    )
+    upstream = "coalesce(sum(CASE WHEN fate IN ('miss', 'bypass') THEN {} END), 0) AS {}"
+    order = "name" if by == "day" else "cost_usd DESC, tokens_in DESC"
+    return f"""
+        SELECT {SPEND_BY[by]} AS name, count(*) AS calls, {upstream.format(1, "upstream_calls")},
+        {upstream.format("tokens_in", "tokens_in")}, {upstream.format("tokens_out", "tokens_out")},
+        {SPENT} / 1e6 AS cost_usd,
+        coalesce(sum(CASE WHEN cost_micros IS NULL THEN tokens_in + tokens_out END), 0)
+        AS unpriced_tokens, coalesce(sum(saved_micros), 0) / 1e6 AS saved_usd
+        FROM calls WHERE time_unix >= ? GROUP BY name ORDER BY {order}""", [since_unix]
 
 
 ###############################################################################
@@ -3895,7 +3602,13 @@ class Part:
         for name, value in delta.items():
             if name == "tool_calls":
                 for call in value or ():
-                    self._add_tool(call)
+                    known = self.tools.setdefault(
+                        call.get("index", 0), {"type": "function", "function": {}}
+                    )
+                    said = known["function"]
+                    for key, text in (call.get("function") or {}).items():
+                        said[key] = said.get(key, "") + text if key == "arguments" else text
+                    known.update({k: v for k, v in call.items() if k not in ("index", "function")})
             elif name == "role":
                 self.fields[name] = value
             elif isinstance(value, str) and name != "type":
@@ -3903,14 +3616,6 @@ class Part:
 
     def text(self, name: str) -> str:
         return "".join(self.texts.get(name, ()))
-
-    def _add_tool(self, call: Mapping[str, Any]) -> None:
-        function = call.get("function") or {}
-        known = self.tools.setdefault(call.get("index", 0), {"type": "function", "function": {}})
-        for name, value in function.items():
-            said = known["function"]
-            said[name] = said.get(name, "") + value if name == "arguments" else value
-        known.update({k: v for k, v in call.items() if k not in ("index", "function")})
 
 
 class Assembly:
@@ -3936,7 +3641,7 @@ class Assembly:
         self._error: tuple[int, bytes] | None = None
         self._form = ""
         self._base: dict[str, Any] = {}
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, Part] = defaultdict(lambda: Part({}))
         self._counts: dict[int, dict[str, Any]] = {}  # usage and timings, by choice
         self._ended = 0  # the choice that ended last: a usage after it is its own
         self.is_over = False
@@ -3965,19 +3670,14 @@ class Assembly:
         elif "type" in doc:
             self._take_typed(doc)
         elif "content" in doc:
-            self._form = "native"
-            part = self._part(doc.get("index", 0))
+            self._form, part = "native", self._parts[doc.get("index", 0)]
             part.add({"content": doc["content"]})
-            if doc.get("stop"):
-                part.fields = doc
-
-    def _part(self, index: int, known: Mapping[str, Any] | None = None) -> Part:
-        return self._parts.setdefault(index, Part(known or {}))
+            part.fields = doc if doc.get("stop") else part.fields
 
     def _take_choices(self, doc: dict[str, Any]) -> None:
         choices = doc.pop("choices")
         for choice in choices:
-            part = self._part(choice["index"])
+            part = self._parts[choice["index"]]
             self._form = "chat" if "delta" in choice else "text"
             part.add(choice["delta"] if "delta" in choice else {"text": choice.get("text", "")})
             if choice.get("finish_reason"):
@@ -3990,13 +3690,13 @@ class Assembly:
         self._base.update(doc)
 
     def _take_typed(self, doc: dict[str, Any]) -> None:
-        kind, index = doc["type"], doc.get("index", 0)
+        kind, part = doc["type"], self._parts[doc.get("index", 0)]
         if kind == "message_start":
             self._form, self._base = "message", doc["message"]
         elif kind == "content_block_start":
-            self._part(index, doc["content_block"])
+            part.fields = dict(doc["content_block"])
         elif kind == "content_block_delta":
-            self._part(index).add(doc["delta"])
+            part.add(doc["delta"])
         elif kind == "message_delta":
             self._base.update(doc["delta"])
             self._base["usage"].update(doc.get("usage") or {})
@@ -4007,11 +3707,7 @@ class Assembly:
             self._base = {"completed_at": response.get("created_at"), **response}
 
     def plain(self) -> tuple[int, bytes]:
-        """Status and JSON.
-
-        Raises:
-            ProxyError: upstream_incomplete; what came is no answer.
-        """
+        """Status and JSON. Raises ProxyError: upstream_incomplete; what came is no answer."""
         if self._error is not None:
             return self._error
         with contextlib.suppress(*ODD_JSON):
@@ -4021,65 +3717,43 @@ class Assembly:
         raise ProxyError("upstream_incomplete", "the upstream's stream holds no answer")
 
     def _whole(self) -> Any:
-        ordered = [part for _, part in sorted(self._parts.items())]
-        doc: Any = self._base
-        if self._form in ("chat", "text"):
-            doc = self._choices(doc)
-        elif self._form == "message":
-            doc = {**doc, "content": [*map(self._block, ordered)]}
-        elif self._form == "native":
-            natives = [self._native(part) for part in ordered]
-            doc = natives[0] if len(natives) == 1 else natives
-        return doc
-
-    def _choices(self, base: dict[str, Any]) -> dict[str, Any]:
-        is_chat = self._form == "chat"
+        doc, made = self._base, list[Any]()
+        for index, part in sorted(self._parts.items()):
+            fields = dict(part.fields)
+            finish = fields.get("finish_reason")
+            if self._form == "chat":
+                role = fields.pop("role", "assistant")
+                fields.pop("finish_reason", None)
+                texts = {name: part.text(name) for name in part.texts}
+                message = {"role": role, "content": ""} | texts | fields
+                if part.tools:
+                    message["tool_calls"] = [call for _, call in sorted(part.tools.items())]
+                made.append({"finish_reason": finish, "index": index, "message": message})
+            elif self._form == "text":
+                text = {"text": part.text("text"), "index": index, "logprobs": None}
+                made.append({**text, "finish_reason": finish})
+            elif self._form == "native":
+                native = {**fields, "content": part.text("content")}
+                if "generation_settings" in native:
+                    sampling = {**native["generation_settings"], "stream": False}
+                    native["generation_settings"] = sampling
+                made.append(native)
+            elif fields.get("type") == "tool_use":  # one that was cut short is empty
+                made.append({**fields, "input": json_at(part.text("partial_json") or "{}") or {}})
+            elif fields:
+                said = {name: fields.get(name, "") + part.text(name) for name in part.texts}
+                made.append({**fields, **said})
+        if self._form == "native":
+            return made[0] if len(made) == 1 else made
+        if self._form == "message":
+            return {**doc, "content": made}
+        if not self._form:
+            return doc
         counts = self._counts[min(self._counts)] if self._counts else {}
-        own = {name: value for name, value in base.items() if name not in ("id", "object")}
-        return {
-            "choices": [
-                (self._chat_choice if is_chat else self._text_choice)(index, part)
-                for index, part in sorted(self._parts.items())
-            ],
-            **own, "object": "chat.completion" if is_chat else "text_completion",
-            **{name: counts[name] for name in ("usage",) if name in counts}, "id": base.get("id"),
-            **{name: counts[name] for name in ("timings",) if name in counts},
-        }  # fmt: skip
-
-    @staticmethod
-    def _chat_choice(index: int, part: Part) -> dict[str, Any]:
-        fields = dict(part.fields)
-        finish = fields.pop("finish_reason", None)
-        message = {"role": fields.pop("role", "assistant"), "content": part.text("content")}
-        message |= {name: part.text(name) for name in part.texts if name != "content"} | fields
-        if part.tools:
-            message["tool_calls"] = [call for _, call in sorted(part.tools.items())]
-        return {"finish_reason": finish, "index": index, "message": message}
-
-    @staticmethod
-    def _text_choice(index: int, part: Part) -> dict[str, Any]:
-        finish = part.fields.get("finish_reason")
-        return {
-            "text": part.text("text"), "index": index, "logprobs": None, "finish_reason": finish
-        }  # fmt: skip
-
-    @staticmethod
-    def _native(part: Part) -> dict[str, Any]:
-        doc = {**part.fields, "content": part.text("content")}
-        if "generation_settings" in doc:
-            doc["generation_settings"] = {**doc["generation_settings"], "stream": False}
-        return doc
-
-    @staticmethod
-    def _block(part: Part) -> dict[str, Any]:
-        """A content block; of a tool's input that was cut short llama.cpp gives an empty one."""
-        block = dict(part.fields)
-        if block.get("type") == "tool_use":
-            block["input"] = {}
-            with contextlib.suppress(ValueError, RecursionError):
-                block["input"] = json.loads(part.text("partial_json") or "{}")
-            return block
-        return {**block, **{name: block.get(name, "") + part.text(name) for name in part.texts}}
+        own = {name: value for name, value in doc.items() if name not in ("id", "object")}
+        usage, timings = ({n: counts[n]} if n in counts else {} for n in ("usage", "timings"))
+        kind = "chat.completion" if self._form == "chat" else "text_completion"
+        return {"choices": made, **own, "object": kind, **usage, "id": doc.get("id"), **timings}
 
 
 class Liveness:
@@ -4130,17 +3804,20 @@ class Speeds:
     """What the `timings` of a llama.cpp server's last calls come to."""
 
     def __init__(self) -> None:
-        self._calls: deque[Mapping[str, float]] = deque(maxlen=20)
+        self._calls: deque[Mapping[str, Any]] = deque(maxlen=20)
 
-    def add(self, timings: Mapping[str, float]) -> None:
-        if timings:
-            self._calls.append(timings)
+    def add(self, body: bytes) -> None:
+        """Take the last `timings` of an answer, where it has any."""
+        timings = json_at(body[body.rfind(b'"timings"') + 9 :]) if b'"timings"' in body else None
+        counts = timings.items() if isinstance(timings, dict) else ()
+        if numbers := {name: n for name, n in counts if type(n) in (int, float)}:
+            self._calls.append(numbers)
 
     def shown(self) -> dict[str, float | None]:
         """Tokens a second of prompts and of output; the share of prompts that was cached."""
 
         def total(name: str) -> float:
-            return sum(call.get(name, 0.0) for call in self._calls)
+            return float(sum(call.get(name, 0.0) for call in self._calls))
 
         def share(part: float, whole: float) -> float | None:
             return round(part / whole, 3) if whole > 0 else None
@@ -4177,9 +3854,6 @@ class Llama:
         self._needs_props = True
         self._looks = ["/slots", "/metrics", "/health"]  # the first that the server has
         self._looked_at = -1  # how many attempts there were when it was last looked at
-
-    def __repr__(self) -> str:
-        return f"<Llama {self.is_known} {self.model} slots={self.busy_slots}/{self.slots}>"
 
     def shown(self) -> dict[str, Any]:
         return {
@@ -4259,35 +3933,26 @@ class Llama:
                 status, body = await self._get(path, FLIGHT_WINDOW_BYTES)
         except (*NO_ANSWER, ValueError):
             return False
-        if status == 200 and path == "/slots" and self._read_slots(body):
-            return True
-        if status == 200 and path == "/metrics":
+        slots = json_at(body) if status == 200 and path == "/slots" else None
+        if isinstance(slots, list):
+            self._read_slots([slot for slot in slots if isinstance(slot, dict)])
+        elif status == 200 and path == "/metrics":
             counts = dict(re.findall(rb"^llamacpp:(\w+) (\S+)", body, re.MULTILINE))
             moving = counts.get(b"prompt_tokens_total"), counts.get(b"tokens_predicted_total")
             self._liveness.saw(counts.get(b"requests_processing") != b"0", moving)
         else:
             self._liveness.saw(True, None)
-            is_passing = status in TRANSIENT  # it loads, or has a bad moment
-            if len(self._looks) > 1 and not is_passing:
+            if len(self._looks) > 1 and status not in TRANSIENT:  # else it has a bad moment
                 self._looks.pop(0)
         return True
 
-    def _read_slots(self, body: bytes) -> bool:
-        """The counts of each slot; a batch of a prompt is counted when it is through.
-
-        False where this is not what llama.cpp says.
-        """
-        try:
-            found = json.loads(body)
-        except (ValueError, RecursionError):
-            return False
-        slots = [s for s in found if isinstance(s, dict)] if isinstance(found, list) else []
+    def _read_slots(self, slots: list[dict[str, Any]]) -> None:
+        """The counts of each slot; a batch of a prompt is counted when it is through."""
         busy = [slot for slot in slots if slot.get("is_processing")]
         counts = ("id_task", "n_prompt_tokens_processed", "next_token")
         self._liveness.saw(bool(busy), [[slot.get(name) for name in counts] for slot in busy])
         self.busy_slots = len(busy)
         self.context_used = sum(_whole(slot, "n_prompt_tokens") for slot in slots)
-        return True
 
     async def learn_props(self) -> None:
         """What it says of itself: slots, context, and the model it runs."""
@@ -4295,7 +3960,7 @@ class Llama:
             async with asyncio.timeout(HEALTH_LIMIT_S):
                 status, body = await self._get("/props", FLIGHT_WINDOW_BYTES)
             self._needs_props = status == 503
-            props = json.loads(body) if status == 200 else None
+            props = json_at(body) if status == 200 else None
             if isinstance(props, dict):
                 self._take_props(props)
             elif status in (404, 405, 501):
@@ -4303,7 +3968,7 @@ class Llama:
         self.on_change(False)
 
     def _take_props(self, props: dict[str, Any]) -> None:
-        general = _inner(props, "default_generation_settings")
+        general = _dict(props, "default_generation_settings")
         model, before = Path(str(props.get("model_path", ""))).name, self.model
         self.slots = _whole(props, "total_slots") or None
         self.is_known = bool(general) and self.slots is not None
@@ -4349,35 +4014,22 @@ class Failure:
     def is_unsent(self) -> bool:
         return self.ran_nothing and not self.status
 
-    @property
-    def is_broken(self) -> bool:
-        """No answer, and not for want of time: the connection was refused or lost."""
-        return self.answer is None and self.error.code != "upstream_timeout"
 
-    @property
-    def is_outage(self) -> bool:
-        """Whether somebody else may do better; a 4xx would be the same anywhere."""
-        return self.is_transient or self.counts or self.is_key_refused
-
-
-def judge(head: Head, body: bytes, now_unix: float) -> Failure | None:
+def judge(head: Head, body: bytes) -> Failure | None:
     """What an error answer means; None for an answer that is simply passed on."""
     status = head.status
     if status < 400:
         return None
-    is_loading = status == 503 and b"Loading model" in body
-    is_final = bool(TOO_LONG.search(body)) or head.low.get("x-should-retry") == "false"
+    is_loading, is_too_long = status == 503 and b"Loading model" in body, TOO_LONG.search(body)
+    is_final = bool(is_too_long) or head.low.get("x-should-retry") == "false"
     return Failure(
         ProxyError("upstream_unreachable", f"the upstream answered {status}"),
         is_transient=status in TRANSIENT and not is_final,
         # A 501 says that a feature is off; the server is well.
-        counts=status >= 500 and status != 501 and not is_loading and not TOO_LONG.search(body),
-        ran_nothing=status == 429 and not is_final,
-        is_loading=is_loading,
-        status=status,
-        retry_after_s=asked_wait_s(head.low, now_unix),
-        answer=(head, body),
-    )
+        counts=status >= 500 and status != 501 and not is_loading and not is_too_long,
+        ran_nothing=status == 429 and not is_final, is_loading=is_loading, status=status,
+        retry_after_s=asked_wait_s(head.low, time.time()), answer=(head, body),
+    )  # fmt: skip
 
 
 class Link(ResponseHandler):
@@ -4487,21 +4139,22 @@ class Link(ResponseHandler):
             if self.message is not None:
                 self._should_close = True
             elif message.code >= 200:
-                self.message, self.payload = message, payload
-                self._payload = payload
+                self.message, self.payload, self._payload = message, payload, payload
                 self._should_close |= message.should_close
         self.heard_at = self._loop.time()
         if self.payload is not None and (broken := self.payload.exception()) is not None:
             self.fail(broken)
-        elif self.sink is None:
-            self.wake()
         else:
-            self._call_sink()
+            self._pour()
 
-    def _call_sink(self) -> None:
+    def _pour(self) -> None:
+        """Tell who waits, or the sink."""
         sink, self.sink = self.sink, None  # taking bytes may make the parser go on, and call us
+        if sink is None:
+            self.wake()
+            return
         try:
-            sink()  # type: ignore[misc]
+            sink()
         except Exception as error:  # a fault of ours: it is the exchange's to say so
             self.fail(error)
         self.sink = sink
@@ -4510,22 +4163,23 @@ class Link(ResponseHandler):
         if not self.is_busy or self._parser is None:
             super().connection_lost(exc)
             return
+        error: BaseException | None = None
         try:
             self._parser.feed_eof()  # an answer without a length ends here
-        except Exception as error:
-            self.error = self.error or aiohttp.ClientPayloadError(type(error).__name__)
-        if self.payload is None and isinstance(exc, OSError):  # reset: it may have done the work
-            self.error = self.error or aiohttp.ClientOSError(*exc.args)
-        elif self.payload is None:
-            self.error = self.error or aiohttp.ServerDisconnectedError()
+        except Exception as broken:
+            error = aiohttp.ClientPayloadError(type(broken).__name__)
+        if self.payload is None:  # where it was reset, it may have done the work
+            gone = aiohttp.ClientOSError(*exc.args) if isinstance(exc, OSError) else None
+            error = error or gone or aiohttp.ServerDisconnectedError()
         elif not self.payload.is_eof():
-            self.error = self.error or aiohttp.ClientPayloadError()
-        elif self.sink is not None:
-            self._call_sink()
+            error = error or aiohttp.ClientPayloadError()
+        self.error = self.error or error
         self._should_close, self._parser, self._connection_lost_called = True, None, True
         if self._closed is not None and not self._closed.done():
             self._closed.set_result(None)
         BaseProtocol.connection_lost(self, exc)
+        if error is None:
+            self._pour()
         self.wake()
 
     def end(self) -> None:
@@ -4540,17 +4194,9 @@ class _Resolver(aiohttp.ThreadedResolver):
     async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> Any:
         if host != "localhost":
             return await super().resolve(host, port, family)
-        return [
-            {
-                "hostname": host,
-                "host": address,
-                "port": port,
-                "family": kind,
-                "proto": 0,
-                "flags": 0,
-            }
-            for kind, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
-        ]
+        found = {"hostname": host, "port": port, "proto": 0, "flags": 0}
+        kinds = (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6))
+        return [{**found, "host": address, "family": kind} for address, kind in kinds]
 
 
 class Pool:
@@ -4655,7 +4301,7 @@ class Upstream:
         self._settings, self._clock = settings, clock
         url = URL(rule.url)
         host = url.host or ""
-        self.llama = Llama(rule.url, is_loopback(host), self._get_small)
+        self.llama = Llama(rule.url, is_loopback(host), self.get)
         self.attempts = 0
         self.is_reachable: bool | None = None
         self.is_healthy = True  # as the last health check said
@@ -4679,9 +4325,6 @@ class Upstream:
             self._proxy = URL(proxy) if proxy else None
         is_absolute = self._proxy is not None and url.scheme == "http"
         self._origin = f"http://{self._host}" if is_absolute else ""  # what a plain proxy wants
-
-    def __repr__(self) -> str:
-        return f"<Upstream {self.name} reachable={self.is_reachable}>"
 
     def resize(self) -> None:
         """Give the gate the sizes that the settings, or llama.cpp, say."""
@@ -4720,31 +4363,21 @@ class Upstream:
     def hide(self, data: bytes) -> bytes:
         """What an upstream says, without a key of ours that it quotes; as long as before."""
         for key in self.gate.pool:
-            if key.secret.encode() in data:
-                data = data.replace(key.secret.encode(), b"*" * len(key.secret))
+            data = data.replace(key.secret.encode(), b"*" * len(key.secret))
         return data
-
-    def begun_key(self, data: bytes) -> int:
-        """How many of the last bytes may be the beginning of a key, to be held back."""
-        longest = 0
-        for key in self.gate.pool:
-            secret = key.secret.encode()
-            sizes = range(min(len(secret) - 1, len(data)), longest, -1)
-            longest = next((n for n in sizes if data.endswith(secret[:n])), longest)
-        return longest
 
     def head_of(self, message: Any) -> Head:
         head = Head.of(message)
         for key in self.gate.pool:
             head.reason = head.reason.replace(key.secret, "***")
-            head.block = head.block.replace(key.secret.encode(), b"***")
+        head.block = self.hide(head.block)
         return head
 
     def key_line(self, key: Key | None, dialect: str) -> bytes:
         """The header that carries a key of ours; nothing where there is no pool of them."""
         if not self.gate.pool:
             return b""
-        key = key if key is not None and key.secret else self.gate.least_loaded("")
+        key = key if key is not None and key.secret else self.gate.least_loaded()
         name = key.header or ("x-api-key" if dialect == "anthropic" else "Authorization")
         bearer = "Bearer " if name.lower() == "authorization" else ""
         return f"{name}: {bearer}{key.secret}\r\n".encode()
@@ -4807,14 +4440,12 @@ class Upstream:
                 if self._health_path == "/health" and status in (404, 405, 501):
                     self._health_path = "/v1/models"
                     status, body = await self.get(self._health_path)
+            self.llama.said_health(status, body)
+            self.is_healthy = status < 300 or status in (401, 403)
         except (*NO_ANSWER, ValueError):
             self.is_healthy = False
-            return False
-        finally:
-            self.checked_at = time.monotonic()
-            self.checked_s = self.checked_at - started_at
-        self.llama.said_health(status, body)
-        self.is_healthy = status < 300 or status in (401, 403)
+        self.checked_at = time.monotonic()
+        self.checked_s = self.checked_at - started_at
         return self.is_healthy
 
     async def is_gone(self) -> bool:
@@ -4826,8 +4457,7 @@ class Upstream:
     async def wait_ready(self, limit_s: float) -> None:
         """Wait while llama.cpp loads its model, or is on its way back.
 
-        Raises:
-            ProxyError: queue_timeout; it was not ready within `limit_s`.
+        Raises ProxyError: queue_timeout; it was not ready within `limit_s`.
         """
         until, llama = time.monotonic() + limit_s, self.llama
         while llama.is_away:
@@ -4862,14 +4492,14 @@ class Upstream:
         line = bytes_of_text(f"{method} {target} HTTP/1.1\r\nHost: {self._host}\r\n")
         if body or (body is not None and method not in ("GET", "HEAD", "OPTIONS")):
             block += b"Content-Length: %d\r\n" % len(body)
-        transport = link.transport
-        if transport is None:
+        if link.transport is None:
             link.fail(aiohttp.ServerDisconnectedError())
-        elif body and len(body) > SLICE_BYTES:
-            transport.write(b"".join((line, block, b"\r\n")))
-            transport.write(body)
         else:
-            transport.write(b"".join((line, block, b"\r\n", body or b"")))
+            is_large = body is not None and len(body) > SLICE_BYTES  # then it is not copied
+            parts = (line, block, b"\r\n", b"" if is_large else body or b"")
+            link.transport.write(b"".join(parts))
+            if is_large and body is not None:
+                link.transport.write(body)
         return link
 
     async def exchange(
@@ -4878,9 +4508,7 @@ class Upstream:
         """Send a request whose body is in memory, and wait for the answer's head.
 
         A pooled connection that turns out to have been closed by the upstream is replaced, once.
-
-        Raises:
-            NO_ANSWER: `explain` says what they mean.
+        Raises NO_ANSWER: `explain` says what they mean.
         """
         is_fresh = False
         while True:
@@ -4903,14 +4531,12 @@ class Upstream:
         self._pool.give(link)
 
     async def get(
-        self, path: str, block: bytes | None = None, limit_bytes: int = SLICE_BYTES
+        self, path: str, limit_bytes: int = SLICE_BYTES, block: bytes | None = None
     ) -> tuple[int, bytes]:
         """A small question of our own, beside the calls and on a connection of its own."""
-        if block is None:
-            block = self.key_line(None, "openai")
+        block = self.key_line(None, "openai") if block is None else block
         block += f"Via: 1.1 {self.mark}\r\nConnection: close\r\n".encode()
-        link = await self.open("GET", path, block, is_fresh=True)
-        body = b""
+        link, body = await self.open("GET", path, block, is_fresh=True), b""
         try:
             status = (await link.head()).code
             while True:
@@ -4921,9 +4547,6 @@ class Upstream:
         finally:
             link.force_close()
             self.give(link)
-
-    async def _get_small(self, path: str, limit_bytes: int) -> tuple[int, bytes]:
-        return await self.get(path, None, limit_bytes)
 
     def explain(self, error: BaseException) -> ProxyError:
         """Our error for what an exchange raised; never quotes header bytes."""
@@ -4936,12 +4559,11 @@ class Upstream:
 
 
 def is_whole_json(head: Head, body: bytes) -> bool:
-    if not body or head.kind != "application/json" or head.is_coded:
-        return True
-    try:
-        json.loads(body)
-    except (ValueError, RecursionError):
-        return False
+    if body and head.kind == "application/json" and not head.is_coded:
+        try:
+            json.loads(body)
+        except (ValueError, RecursionError):
+            return False
     return True
 
 
@@ -4978,34 +4600,33 @@ class Request:
     body = b""
     doc: Mapping[str, Any] = {}
     model = ""
-    is_stream = may_join = False
+    is_stream = is_read = may_join = False
     max_tokens: int | None = None
 
     def __init__(self, message: Any) -> None:
         self.method, raw_path, authority = message.method, message.path, ""
         if not raw_path.startswith("/"):  # absolute form, RFC 9112 3.2.2, or OPTIONS *
             authority, slash, rest = raw_path.partition("://")[2].partition("/")
-            authority = authority.rpartition("@")[2]
-            raw_path = "/" + rest if slash else "/"
+            authority, raw_path = authority.rpartition("@")[2], "/" + rest if slash else "/"
         self.raw_path = raw_path
         self.path = raw_path.partition("?")[0]  # without the query, still encoded: safe to log
         path = urllib.parse.unquote(self.path) if "%" in self.path else self.path
         self.headers = request_headers(message.raw_headers)
         low = self.low = self.headers.low
-        self.host = authority or low.get("host", "localhost")
-        self.origin = low.get("origin")
+        self.host, self.origin = authority or low.get("host", "localhost"), low.get("origin")
         self.is_admin = path.startswith(ADMIN)
         self.route, self.name = find_route(self.method, path)
         self.dialect = self.route.dialect if self.route is not None else (
             "anthropic" if "anthropic-version" in low else "openai")  # fmt: skip
         self.directives = cache_control(low["cache-control"]) if "cache-control" in low else {}
-        trace = low.get("x-request-id", "")
-        self.has_new_trace = False
+        self.has_new_trace, trace = False, low.get("x-request-id", "")
         if not (trace and _TRACE.fullmatch(trace)):
             found = _TRACEPARENT.fullmatch(low.get("traceparent", ""))
-            trace = found[1] if found else new_trace()
-            self.has_new_trace = found is None
+            trace, self.has_new_trace = found[1] if found else new_trace(), found is None
         self.trace = trace
+        self.is_model_list = self.method == "GET" and self.path.endswith("/models")
+        self.may_cost = self.method not in ("GET", "HEAD", "OPTIONS", "DELETE")
+        self.writes = self.route is None or self.route.writes
 
     @property
     def credential(self) -> str:
@@ -5024,18 +4645,6 @@ class Request:
         for key in re.findall(r"[?&]key=([^&]*)", self.raw_path):
             yield urllib.parse.unquote(key)
 
-    @property
-    def is_model_list(self) -> bool:
-        return self.method == "GET" and self.path.endswith("/models")  # type: ignore[no-any-return]
-
-    @property
-    def may_cost(self) -> bool:
-        return self.method not in ("GET", "HEAD", "OPTIONS", "DELETE")
-
-    @property
-    def writes(self) -> bool:
-        return self.route is None or self.route.writes
-
     @functools.cached_property
     def size(self) -> TextSize:
         return measure(self.doc)
@@ -5043,11 +4652,9 @@ class Request:
     @property
     def max_age_s(self) -> float:
         """How old a kept answer this caller takes."""
-        if not self.directives:
-            return math.inf
+        age = self.directives.get("max-age", "")
         if "no-cache" in self.directives:
             return -1.0
-        age = self.directives.get("max-age", "")
         return float(age) if age.isdecimal() else math.inf
 
     def check_model(self, model: str) -> None:
@@ -5163,21 +4770,18 @@ class Histogram:
         self.counts[bisect.bisect_left(self.BOUNDS_S, value_s)] += 1
         self.sum_s += value_s
 
-    def lines(self, name: str, labels: str) -> Iterable[str]:
-        comma = "," if labels else ""
+    def lines(self, name: str) -> Iterable[str]:
         totals = itertools.accumulate(self.counts)
         for bound, total in zip([*self.BOUNDS_S, "+Inf"], totals, strict=True):
-            yield f'{name}_bucket{{{labels}{comma}le="{bound}"}} {total}'
-        yield f"{name}_sum{{{labels}}} {self.sum_s:.6f}"
-        yield f"{name}_count{{{labels}}} {sum(self.counts)}"
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self.sum_s:.6f}\n{name}_count {sum(self.counts)}"
 
 
 class Counters:
     """Totals since the start, and the last calls."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self.started_at = clock()
+        self._clock, self.started_at = clock, clock()
         self.fates = Counter[str](dict.fromkeys(FATES, 0))
         self.requests = self.upstream_calls = self.upstream_429 = self.retries = 0
         self.tokens_in = self.tokens_out = self.tokens_saved = 0
@@ -5211,45 +4815,41 @@ class Counters:
     def last(self, count: int) -> list[dict[str, Any]]:
         return [record.shown() for record in list(self.recent)[-count:]] if count else []
 
-    def rate(self, span_s: int = 10) -> float:
-        """Calls a second over the last `span_s`."""
+    def rate(self) -> float:
+        """Calls a second over the last ten."""
         now = self._clock()
-        recent = sum(count for second, count in self._per_second if now - second <= span_s)
-        return recent / max(1.0, min(span_s, now - self.started_at))
+        recent = sum(count for second, count in self._per_second if now - second <= 10)
+        return recent / max(1.0, min(10, now - self.started_at))
 
     def status(self) -> dict[str, Any]:
+        names = ("upstream_calls", "upstream_429", "retries", "tokens_in", "tokens_out",
+                 "tokens_saved", "unpriced_tokens")  # fmt: skip
+        times = {"latency_ms": sorted(self.latency_s), "queue_ms": sorted(self.queue_s)}
+        shares = {
+            name: {f"p{n}": round(percentile(of, n / 100) * 1000, 1) for n in (50, 95, 99)}
+            for name, of in times.items()
+        }
         return {
             "requests": self.requests, **self.fates,
-            "upstream_calls": self.upstream_calls, "upstream_429": self.upstream_429,
-            "retries": self.retries,
-            "tokens_in": self.tokens_in, "tokens_out": self.tokens_out,
-            "tokens_saved": self.tokens_saved,
-            "unpriced_tokens": self.unpriced_tokens,
-            "latency_ms": _percentiles_ms(self.latency_s),
-            "queue_ms": _percentiles_ms(self.queue_s),
+            **{name: getattr(self, name) for name in names}, **shares,
             "waited": {"calls": sum(self.times["queue"].counts), "s": self.times["queue"].sum_s},
             "calls_per_s": round(self.rate(), 2),
             "uptime_s": round(self._clock() - self.started_at, 1),
         }  # fmt: skip
 
 
-def _percentiles_ms(values_s: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(values_s)
-    return {f"p{n}": round(percentile(ordered, n / 100) * 1000, 1) for n in (50, 95, 99)}
-
-
 class Accounts:
     """What calls cost, what may still be spent, and the ledger that remembers it."""
 
-    def __init__(self, settings: Settings, counters: Counters, now: Clock = time.time) -> None:
-        self.settings, self.counters, self._now = settings, counters, now
+    def __init__(self, settings: Settings, counters: Counters) -> None:
+        self.settings, self.counters, self._now = settings, counters, time.time
         self.prices = Prices(settings)
-        self.budgets = Budgets(settings, now)
+        self.budgets = Budgets(settings)
         self.today = Budget("today", 2**62, "day")
-        self.today.roll(now())
+        self.today.roll(self._now())
         self.ledger: Ledger | None = None
         if settings.state != "none":
-            self.ledger = Ledger(state_path(settings.state), lambda: settings.retention, now)
+            self.ledger = Ledger(state_path(settings.state), lambda: settings.retention)
         self.is_read = True  # what was spent before
 
     @property
@@ -5261,48 +4861,50 @@ class Accounts:
         """Take prices and budgets of changed settings. Raises ConfigError; nothing was changed."""
         self.prices = Prices(settings)
         new = self.budgets.limit(settings)
-        found = self._read_spent() if new and self.ledger is not None else None
-        if found is not None:  # what others have spent already counts as it is
+        if new and (found := self._read_spent()) is not None:
             self._spend(new, found[0])
             unwritten = self.today.spent - sum(found[0]["day"].values())
             for budget in [b for b in new if b in self.budgets.of_all]:
-                budget.spent += max(0, unwritten)
+                budget.spent += max(0, unwritten)  # what others have spent counts as it is
 
     def start(self) -> None:
         if self.ledger is not None:
             self.ledger.start()
             self._take_up(self._read_spent())
 
-    def _read_spent(self) -> tuple[dict[str, dict[str, int]], list[Any]] | None:
+    def _read_spent(self) -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]] | None:
         """What clients spent in this day and month, and tasks ever, in an earlier life."""
-        assert self.ledger is not None
+        if self.ledger is None:
+            return None
         try:
-            with contextlib.closing(open_ledger(self.ledger.path)) as db:
-                spent = {}
-                for window in ("day", "month"):
-                    began = (period_start(self._now(), window),)
-                    sql = f"SELECT client, {SPENT} FROM calls WHERE time_unix >= ? GROUP BY client"
-                    spent[window] = {row[0]: row[1] for row in db.execute(sql, began)}
-                tasks = db.execute(
-                    "SELECT client, task, tokens, (SELECT coalesce(sum(tokens_in + tokens_out), 0)"
-                    " FROM calls WHERE calls.client = tasks.client AND calls.task = tasks.task"
-                    " AND calls.task != '' AND attempts > 0) FROM tasks"
-                )
-                return spent, [tuple(row) for row in tasks]
+            spent = {}
+            for window in ("day", "month"):
+                sql = f"SELECT client, {SPENT} AS micros FROM calls WHERE time_unix >= ?"
+                began = (period_start(self._now(), window),)
+                rows = read_rows(self.ledger.path, sql + " GROUP BY client", began)
+                spent[window] = {row["client"]: row["micros"] for row in rows}
+            return spent, read_rows(
+                self.ledger.path,
+                "SELECT client, task, tokens, (SELECT coalesce(sum(tokens_in + tokens_out), 0)"
+                " FROM calls WHERE calls.client = tasks.client AND calls.task = tasks.task"
+                " AND calls.task != '' AND attempts > 0) AS spent FROM tasks",
+            )
         except (OSError, sqlite3.Error) as error:
             log.warning("ledger: what was spent cannot be read: %s", printable(str(error)))
             return None
 
-    def _take_up(self, found: tuple[dict[str, dict[str, int]], list[Any]] | None) -> None:
+    def _take_up(
+        self, found: tuple[dict[str, dict[str, int]], list[dict[str, Any]]] | None
+    ) -> None:
         self.is_read = found is not None
-        if found is None:
-            return
-        spent, tasks = found
-        self.today.roll(self._now())
-        self.today.spent = sum(spent["day"].values())
-        self._spend(self.budgets.all(), spent)
-        for client, name, limit, tokens in tasks:
-            self.budgets.new_task(client, name, limit).spent = tokens
+        if found is not None:
+            spent, tasks = found
+            self.today.roll(self._now())
+            self.today.spent = sum(spent["day"].values())
+            self._spend(self.budgets.all(), spent)
+            for row in tasks:
+                task = self.budgets.new_task(row["client"], row["task"], row["tokens"])
+                task.spent = row["spent"]
 
     def _spend(self, budgets: list[Budget], spent: dict[str, dict[str, int]]) -> None:
         """Set what budgets have spent, from the sums of the ledger by window and client."""
@@ -5328,14 +4930,12 @@ class Accounts:
         Raises:
             ProxyError: budget_exceeded, ledger_unavailable, queue_timeout; nothing is reserved.
         """
-        request, price, wanted = record.request, self.prices.of(model), Wanted()
-        worst = 0
+        request, price, worst = record.request, self.prices.of(model), 0
         if price is not None:
             worst = price.worst(prompt, (output or price.most_output_tokens) * request.writes)
         record.expected = Usage(prompt, 0, output, is_estimated=True)
         record.reserved_micros = worst
-        if not self.budgets.is_empty:
-            wanted = [(budget, worst) for budget in self.budgets.of(record.client)]
+        wanted = [(budget, worst) for budget in self.budgets.of(record.client)]
         if wanted and price is None:
             what = f"the model {printable(model)}" if model else "a call whose model is unknown"
             mend = f"set one: --price '{printable(model) or '*'}=IN/OUT'"
@@ -5364,8 +4964,7 @@ class Accounts:
         if self.ledger is None:
             return
         if not self.is_read and not self.ledger.trouble:
-            loop = asyncio.get_running_loop()
-            self._take_up(await loop.run_in_executor(None, self._read_spent))
+            self._take_up(await asyncio.to_thread(self._read_spent))
         if self.ledger.trouble or not self.is_read:
             trouble = self.ledger.trouble or "it cannot be read"
             why = f"there is a budget and the ledger cannot be written: {trouble}"
@@ -5393,13 +4992,8 @@ class Accounts:
             is_new, record.state = not record.state, "done"
             self.ledger.ended(record.row("done"), is_new)
 
-    def number(self, record: Record) -> None:
-        """Give a call its number in the ledger."""
-        if self.ledger is not None:
-            record.id = self.ledger.new_id()
-
     def bodies(self, record: Record, body: bytes, answer: bytes) -> None:
-        if self.ledger is not None:
+        if self.ledger is not None and self.settings.log_bodies == "on":
             texts = (struck_text(text.decode("utf-8", "replace")) for text in (body, answer))
             self.ledger.put("bodies", (record.id, *texts))
 
@@ -5424,13 +5018,11 @@ class Accounts:
             record.saved_micros = price.cost(record.usage)
 
     def shown(self) -> dict[str, Any]:
-        self.today.roll(self._now())
         budgets = self.budgets.all()
-        for budget in budgets:
+        for budget in (self.today, *budgets):
             budget.roll(self._now())
         return {
-            "spend_usd": self.today.spent / 1e6,
-            "saved_usd": self.counters.saved_micros / 1e6,
+            "spend_usd": self.today.spent / 1e6, "saved_usd": self.counters.saved_micros / 1e6,
             "budgets": [
                 {
                     "name": b.name, "window": b.window, "limit_usd": b.limit / 1e6,
@@ -5451,6 +5043,12 @@ def state_path(text: str) -> Path:
 # Callers
 ###############################################################################
 # Rule: the connections of callers, and what is written to them. Knows nothing of upstreams.
+
+
+# What stands for bytes that are no HTTP request; `guard` refuses it.
+NO_REQUEST = RawRequestMessage(
+    "?", "/", HttpVersion11, CIMultiDictProxy(CIMultiDict()), (), True, None, False, False, URL("/")
+)
 
 
 class Connection(web.RequestHandler):
@@ -5487,14 +5085,8 @@ class Connection(web.RequestHandler):
 
     async def _answer(self, message: Any, payload: Any) -> bool:
         """Answer one request; returns whether the connection can take another."""
+        message = message if isinstance(message, RawRequestMessage) else NO_REQUEST
         reply = Reply(self, message)
-        if reply.is_no_http:
-            error = ProxyError("invalid_request", "this is not a valid HTTP request")
-            trace = new_trace()
-            own = f"x-should-retry: false\r\nx-llmproxy-fate: rejected\r\nx-llmproxy-trace: {trace}"
-            own += f"\r\nx-request-id: {trace}\r\nServer-Timing: {NO_TIMING}\r\n"
-            reply.document(error.status, error_body(error, "openai", trace), own.encode())
-            return False
         try:
             await self._request_handler(message, payload, reply)  # type: ignore[misc, call-arg]
         except ConnectionError:
@@ -5507,8 +5099,12 @@ class Connection(web.RequestHandler):
             self._parser.set_upgraded(False)
             self._upgraded, tail, self._message_tail = False, self._message_tail, b""
             self.data_received(tail)
-        if not payload.is_eof():
-            await self._linger(payload)
+        # Read what is left of a body: closing before would reset the answer on its way.
+        with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError):
+            if not payload.is_eof():
+                async with asyncio.timeout(self._lingering_time):
+                    while not payload.is_eof() and self.transport is not None:
+                        await payload.readany()
         if reply.is_closing or not payload.is_eof() or self._close:
             return False
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
@@ -5520,13 +5116,6 @@ class Connection(web.RequestHandler):
     def resume_reading(self, resume_parser: bool = True) -> None:
         if self._reading_paused:  # aiohttp would go to the transport after every request
             super().resume_reading(resume_parser)
-
-    async def _linger(self, payload: Any) -> None:
-        """Read what is left of a body: closing before would reset the answer on its way."""
-        with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError):
-            async with asyncio.timeout(self._lingering_time):
-                while not payload.is_eof() and self.transport is not None:
-                    await payload.readany()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
@@ -5549,25 +5138,22 @@ class Reply:
     """One answer to a caller: exactly the head that it is given, nothing invented."""
 
     __slots__ = (
-        "conn", "is_begun", "is_bodiless", "is_chunked", "is_closing", "is_head", "is_no_http",
-        "is_over", "is_stream", "version",
+        "conn", "is_begun", "is_bodiless", "is_chunked", "is_closing", "is_head", "is_over",
+        "is_stream", "version",
     )  # fmt: skip
 
     def __init__(self, conn: Connection, message: Any) -> None:
         self.conn = conn
         self.is_begun = self.is_bodiless = self.is_chunked = self.is_over = self.is_stream = False
-        self.is_no_http = not isinstance(message, RawRequestMessage)
-        self.is_head = not self.is_no_http and message.method == "HEAD"
-        self.is_closing = self.is_no_http or message.should_close
-        self.version = (1, 1) if self.is_no_http else message.version
+        self.is_head, self.is_closing = message.method == "HEAD", message.should_close
+        self.version = message.version
 
     def begin(
         self, head: Head, own: bytes, length: int | None = None, body: bytes = b""
     ) -> None:
         """Send the head, and with it what is there of the body.
 
-        Raises:
-            CallerGone: it has hung up.
+        Raises CallerGone: it has hung up.
         """
         status, version = head.status, self.version
         self.is_begun, self.is_stream = True, head.is_stream
@@ -5618,8 +5204,7 @@ class Reply:
     async def write(self, data: bytes) -> None:
         """Write at the caller's pace.
 
-        Raises:
-            CallerGone: it hung up, or took nothing for CALLER_S.
+        Raises CallerGone: it hung up, or took nothing for CALLER_S.
         """
         for part in slices(data) if data and not self.is_bodiless else ():
             self._send(self.frame(part))
@@ -5664,8 +5249,7 @@ class Upload:
     async def whole(self) -> bytes:
         """All of the body.
 
-        Raises:
-            ProxyError: request_too_large, invalid_request, caller_stalled.
+        Raises ProxyError: request_too_large, invalid_request, caller_stalled.
         """
         self.expect()
         payload = self._payload
@@ -5674,7 +5258,7 @@ class Upload:
             if len(body) > self._limit_bytes:
                 raise too_large(self._limit_bytes)
             return body
-        parts, size = [], 0
+        parts, size = list[bytes](), 0
         while not payload.at_eof():
             parts.append(await self.part())
             size += len(parts[-1])
@@ -5712,9 +5296,6 @@ class Upload:
             self.is_sent = True
 
 
-NO_TIMING = "queue;dur=0.0, limit;dur=0.0, retry;dur=0.0, upstream;dur=0.0"
-
-
 def too_large(limit_bytes: int) -> ProxyError:
     why = f"the body is larger than {limit_bytes} bytes (--max-body)"
     return ProxyError("request_too_large", why)
@@ -5745,14 +5326,12 @@ async def listening(
     try:
         listener = await loop.create_server(connect, host, port, backlog=1024)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "not an address"
-        raise ListenError(
-            f"cannot listen on {host}:{port} ({reason}); choose another --host or --port"
-        ) from None
+        why = f"{getattr(error, 'strerror', None) or 'not an address'}"
+        mend = "choose another --host or --port"
+        raise CannotError(f"cannot listen on {host}:{port} ({why}); {mend}") from None
     try:
-        address = listener.sockets[0].getsockname()
-        name = f"[{address[0]}]" if ":" in address[0] else address[0]
-        yield f"http://{name}:{address[1]}"
+        host, port = listener.sockets[0].getsockname()[:2]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         listener.close()
         await server.shutdown(1.0)
@@ -5799,7 +5378,7 @@ class Reader:
         self.is_live = True  # has all that came, and takes what comes
         self.is_over = self.is_gone = False
         self.read_bytes = 0
-        self._index = 0  # of the first chunk that it has not
+        self._index = flight.first  # of the first chunk that it has not
         self._error: ProxyError | None = None
         self._done: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -5847,21 +5426,12 @@ class Reader:
             self.reply.is_over = True
             self._end()
         elif body is not None:
-            self.lag()
+            self.lag(self._index)
 
-    def catch_up(self) -> None:
-        """It has come late, and what is there already is for it too."""
-        self._index = self.flight.first
-        if self.flight.head is not None:
-            self.begin(self.flight.head)
-        if self.flight.chunks and not self.is_over:
-            self.lag()
-
-    def lag(self) -> None:
-        self.is_live = False
-        task = asyncio.get_running_loop().create_task(self._pump())
-        self.answers.tasks.add(task)
-        task.add_done_callback(self.answers.tasks.discard)
+    def lag(self, index: int) -> None:
+        """That chunk is the first that it has not: its socket is full, or it has come late."""
+        self.is_live, self._index = False, index
+        self.answers.spawn(self._pump())
 
     async def _pump(self) -> None:
         flight = self.flight
@@ -5884,11 +5454,6 @@ class Reader:
             if flight.is_done:
                 self.finish()
 
-    def fell_behind(self, index: int) -> None:
-        """Its socket is full; that chunk is the first that it has not."""
-        self._index = index
-        self.lag()
-
     def finish(self) -> None:
         """All has been written that came; say how it ends."""
         self.answers.take(self.record, self.flight)
@@ -5903,8 +5468,6 @@ class Reader:
 
     def keep_alive(self, every_s: float) -> None:
         """Say with comments that the stream it waits for will come."""
-        if self._timer is not None:
-            self._timer.cancel()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(every_s, self._comment, every_s)
 
@@ -5951,16 +5514,17 @@ class Flight:
         self.chunks: list[bytes] = []
         self.readers: dict[Reader, None] = {}  # in the order in which they came
 
-    def __repr__(self) -> str:
-        return f"<Flight readers={len(self.readers)} bytes={self.size_bytes} done={self.is_done}>"
-
     @property
     def end(self) -> int:
         return self.first + len(self.chunks)
 
     def join(self, reader: Reader) -> None:
+        """It has the answer from its beginning: what is there already, and what comes."""
         self.readers[reader] = None
-        reader.catch_up()
+        if self.head is not None:
+            reader.begin(self.head)
+        if self.chunks and not reader.is_over:
+            reader.lag(self.first)
 
     def left(self, reader: Reader) -> None:
         self.readers.pop(reader, None)
@@ -5999,7 +5563,7 @@ class Flight:
                 self.read_bytes = reader.read_bytes = self.size_bytes
             else:
                 reader.read_bytes = self.size_bytes - len(chunk)
-                reader.fell_behind(self.end - 1)
+                reader.lag(self.end - 1)
         if self.passes or self.size_bytes > FLIGHT_BYTES:
             self._trim()
 
@@ -6014,8 +5578,7 @@ class Flight:
     def slice_from(self, index: int) -> tuple[bytes, int]:
         """Chunks from `index` on, about SLICE_BYTES of them, and the index behind them.
 
-        Raises:
-            CallerGone: they are no longer held; the caller lags too far behind.
+        Raises CallerGone: they are no longer held; the caller lags too far behind.
         """
         if index < self.first:
             raise CallerGone
@@ -6045,9 +5608,8 @@ class Flight:
     async def room(self) -> None:
         """Wait until the upstream may be read on.
 
-        Raises:
-            CallerGone: nobody reads and what comes can no longer be kept, or no caller has taken
-                a byte for CALLER_S.
+        Raises CallerGone: nobody reads and what comes can no longer be kept, or no caller has taken
+        a byte for CALLER_S.
         """
         while self.is_ahead:
             if not self.readers:
@@ -6088,26 +5650,7 @@ class Flights:
         self._clock = clock
         self._keys: dict[bytes, bytes] = {}
         self._aliases: dict[bytes, tuple[bytes, ...]] = {}
-
-    def __repr__(self) -> str:
-        return f"<Flights running={len(self.running)} kept={len(self.kept)}>"
-
-    def key_of(self, alias: bytes) -> bytes | None:
-        return self._keys.get(alias)
-
-    def alias(self, alias: bytes, key: bytes) -> None:
-        known = self._aliases.get(key, ())
-        if len(known) < MAX_ALIASES and alias not in self._keys:
-            self._aliases[key] = (*known, alias)
-            self._keys[alias] = key
-
-    def find(self, key: bytes, max_age_s: float) -> tuple[Kept, float] | None:
-        """A kept answer no older than `max_age_s`, and its age."""
-        kept = self.kept.get(key)
-        if kept is None or (age_s := self._clock() - kept.stored_at) > max_age_s:
-            return None
-        self.kept.move_to_end(key)
-        return kept, age_s
+        self.key_of = self._keys.get
 
     def start(self, flight: Flight) -> None:
         """Later callers join this one; an older flight of the key goes on for its own callers."""
@@ -6117,6 +5660,19 @@ class Flights:
         if self.running.get(flight.key) is flight:
             del self.running[flight.key]
         self._forget(flight.key)
+
+    def alias(self, alias: bytes, key: bytes) -> None:
+        known = self._aliases.get(key, ())
+        if alias and len(known) < MAX_ALIASES and alias not in self._keys:
+            self._aliases[key], self._keys[alias] = (*known, alias), key
+
+    def find(self, key: bytes, max_age_s: float) -> tuple[Kept, float] | None:
+        """A kept answer no older than `max_age_s`, and its age."""
+        kept = self.kept.get(key)
+        if kept is None or (age_s := self._clock() - kept.stored_at) > max_age_s:
+            return None
+        self.kept.move_to_end(key)
+        return kept, age_s
 
     def keep(self, key: bytes, kept: Kept, limit_bytes: int) -> None:
         self.drop(key)
@@ -6129,13 +5685,9 @@ class Flights:
         while self.kept_bytes > limit_bytes:
             self.drop(next(iter(self.kept)))
 
-    def clear(self) -> None:
-        for key in list(self.kept):
-            self.drop(key)
-
-    def drop_upstream(self, name: str) -> None:
-        """It runs another model now."""
-        for key in [key for key, kept in self.kept.items() if kept.upstream == name]:
+    def clear(self, upstream: str | None = None) -> None:
+        """Drop what is kept, or what came from an upstream that runs another model now."""
+        for key in [k for k, kept in self.kept.items() if upstream in (None, kept.upstream)]:
             self.drop(key)
 
     def drop(self, key: bytes) -> None:
@@ -6153,9 +5705,16 @@ class Flights:
 class Answers:
     """How a caller's answer begins and ends: headers of ours, errors in the caller's dialect."""
 
-    def __init__(self, settings: Settings, accounts: Accounts, flights: Flights) -> None:
-        self.settings, self.accounts, self.flights = settings, accounts, flights
-        self.tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, settings: Settings, accounts: Accounts) -> None:
+        self.settings, self.accounts = settings, accounts
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run something beside the calls; it is cancelled at the end."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
 
     def begin(
         self, reply: Reply, record: Record, flight: Flight, head: Head, body: bytes | None
@@ -6167,7 +5726,7 @@ class Answers:
             record.timing.upstream_s = time.monotonic() - record.started_at
         whole = body if body is not None and len(body) <= SLICE_BYTES else b""
         length = len(body) if body is not None else head.length if flight.passes else None
-        reply.begin(*self.dressed(record, head), length, whole)
+        self._send(reply, record, head, length, whole)
 
     @staticmethod
     def take(record: Record, flight: Flight) -> None:
@@ -6177,17 +5736,17 @@ class Answers:
             record.upstream, record.fallback = leader.upstream, leader.fallback
             record.usage = leader.usage
 
-    def dressed(
-        self, record: Record, head: Head, age_s: float | None = None, request_id: str = ""
-    ) -> tuple[Head, bytes]:
-        """A head as this caller gets it, and the headers of our own."""
+    def _send(
+        self, reply: Reply, record: Record, head: Head, length: int | None, body: bytes, *,
+        age_s: float | None = None, request_id: str = "",
+    ) -> None:  # fmt: skip
         own = self.own_head(record, head, age_s, request_id)
         if record.request.origin is not None:
             head = Head(head.status, head.reason, CORS.sub(b"", head.block), head.low)
-        return head, own
+        reply.begin(head, own, length, body)
 
     def own_head(
-        self, record: Record, head: Head, age_s: float | None = None, request_id: str = ""
+        self, record: Record, head: Head = NO_HEAD, age_s: float | None = None, request_id: str = ""
     ) -> bytes:
         """The headers that every response carries."""
         request = record.request
@@ -6206,58 +5765,47 @@ class Answers:
             len(key) > 7 and key in theirs for key in request.api_keys()
         ):
             record.request_id = "***"
-        if request.route is not None:
-            text += f"Cache-Status: {self._cache_status(record, age_s)}\r\n"
-        if age_s is not None:
-            text += f"Age: {int(age_s)}\r\n"
+        if request.route is not None:  # RFC 9211
+            status = "fwd=miss" if request.may_join else "fwd=bypass"
+            if age_s is not None:
+                status = f"hit; ttl={int(self.settings.dedup_window - age_s)}"
+                text += f"Age: {int(age_s)}\r\n"
+            elif record.fate == "joined":
+                status = "fwd=miss; collapsed"
+            text += f"Cache-Status: llmproxy; {status}\r\n"
         text += f"Server-Timing: {record.server_timing()}\r\n"
         if request.origin is not None:
             text += f"Access-Control-Allow-Origin: {request.origin}\r\nVary: Origin\r\n"
             text += "Access-Control-Expose-Headers: *\r\n"
         return bytes_of_text(text)
 
-    def _cache_status(self, record: Record, age_s: float | None) -> str:
-        """RFC 9211."""
-        if age_s is not None:
-            return f"llmproxy; hit; ttl={int(self.settings.dedup_window - age_s)}"
-        if record.fate == "joined":
-            return "llmproxy; fwd=miss; collapsed"
-        return f"llmproxy; fwd={'miss' if record.request.may_join else 'bypass'}"
-
     def end(self, reply: Reply, record: Record, flight: Flight) -> None:
-        """A flight has landed: the end of an answer that has begun, or its error."""
-        head, error = flight.head, flight.error
-        if head is not None and not (head.is_stream and head.status == 200) and reply.is_stream:
-            self._in_band(reply, record, flight)
-        elif error is None:
+        """A flight has landed: the end of an answer that has begun, or how it broke off."""
+        head, error, request = flight.head, flight.error, record.request
+        is_stream = head is None or (head.is_stream and head.status == 200)
+        if error is None and (is_stream or not reply.is_stream):
             reply.end()
-        else:
-            self._break_off(reply, record, flight, error)
-
-    def _break_off(self, reply: Reply, record: Record, flight: Flight, error: ProxyError) -> None:
-        """An answer that broke off: an error event in a stream, else a broken connection."""
-        record.code = error.code
+            return
         if not reply.is_stream:
+            record.code = error.code if error is not None else ""
             reply.abort()
             return
-        tail = flight.chunks[-1][-4:] if flight.chunks else b""
-        gap = b"" if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")) else b"\n\n"
-        event = error_event(error, record.request.dialect, record.request.trace)
+        gap, said = b"", b""
+        if head is not None and not is_stream:  # who has comments already wanted a stream
+            why = f"the upstream answered {head.status}"
+            why += "" if head.status >= 400 else " without a stream"
+            error = ProxyError("upstream_incomplete", why)
+            with contextlib.suppress(ValueError, RecursionError):
+                said = b"data: " + json.dumps(json.loads(flight.held())).encode() + b"\n\n"
+                said = said if head.status >= 400 and stream_error(said) is not None else b""
+        else:
+            tail = flight.chunks[-1][-4:] if flight.chunks else b""
+            gap = b"" if not tail or tail.endswith(_EVENT_ENDS) else b"\n\n"
+        error = error or internal()
+        record.code, event = error.code, error_event(error, request.dialect, request.trace)
+        if said:  # words that the SDKs know
+            event = (b"event: error\n" if request.dialect == "anthropic" else b"") + said
         reply._send(reply.frame(gap + event))
-        reply.end()
-
-    @staticmethod
-    def _in_band(reply: Reply, record: Record, flight: Flight) -> None:
-        """The upstream's plain error, to a caller who already has the head of a stream."""
-        status, dialect = flight.head.status if flight.head else 502, record.request.dialect
-        why = f"the upstream answered {status}" + ("" if status >= 400 else " without a stream")
-        error = ProxyError("upstream_incomplete", why)
-        event, record.code = error_event(error, dialect, record.request.trace), error.code
-        with contextlib.suppress(ValueError, RecursionError):
-            said = b"data: " + json.dumps(json.loads(flight.held())).encode() + b"\n\n"
-            if status >= 400 and stream_error(said) is not None:  # words that the SDKs know
-                event = (b"event: error\n" if dialect == "anthropic" else b"") + said
-        reply._send(reply.frame(event))
         reply.end()
 
     async def serve(
@@ -6271,16 +5819,13 @@ class Answers:
         record.request_id = kept.request_id or request.trace
         self.accounts.ended(record)
         low = {"content-type": "text/event-stream"} if kept.is_stream else {}
-        head = Head(200, kept.reason, kept.block, low)
-        body = kept.body
-        if kept.is_stream or len(body) > SLICE_BYTES:
-            length = None if kept.is_stream else len(body)
-            reply.begin(*self.dressed(record, head, age_s, kept.request_id), length)
-            await reply.write(body)
-            reply.end()
-        else:
-            reply.begin(*self.dressed(record, head, age_s, kept.request_id), len(body), body)
-            reply.is_over = True
+        head, body = Head(200, kept.reason, kept.block, low), kept.body
+        length = None if kept.is_stream else len(body)
+        begun = b"" if kept.is_stream or len(body) > SLICE_BYTES else body
+        theirs = kept.request_id
+        self._send(reply, record, head, length, begun, age_s=age_s, request_id=theirs)
+        await reply.write(b"" if begun else body)
+        reply.end()
 
     @staticmethod
     def cut(reply: Reply, record: Record) -> None:
@@ -6297,15 +5842,13 @@ class Answers:
         if reply.is_begun:
             reply.abort()
             return
-        request = record.request
         if error.is_rejection and not record.attempts:
             record.fate = "rejected"
-        record.status = error.status
-        own = self.own_head(record, NO_HEAD)
-        own += b"x-should-retry: %b\r\n" % (b"true" if error.should_retry else b"false")
+        more = b"x-should-retry: %b\r\n" % (b"true" if error.should_retry else b"false")
         if error.retry_after_s is not None:
-            own += b"Retry-After: %d\r\n" % max(1, math.ceil(error.retry_after_s))
-        reply.document(error.status, error_body(error, request.dialect, request.trace), own)
+            more += b"Retry-After: %d\r\n" % max(1, math.ceil(error.retry_after_s))
+        body = error_body(error, record.request.dialect, record.request.trace)
+        self.document(reply, record, body, status=error.status, more=more)
 
     def document(
         self, reply: Reply, record: Record, doc: Any, *, status: int = 200,
@@ -6314,19 +5857,18 @@ class Answers:
         """An answer of our own."""
         body = doc if isinstance(doc, bytes) else json.dumps(doc).encode()
         record.status = status
-        reply.document(status, body, self.own_head(record, NO_HEAD) + more, kind)
+        reply.document(status, body, self.own_head(record) + more, kind)
 
     def preflight(self, reply: Reply, record: Record) -> None:
         """CORS is answered here, for every allowed origin; the upstream is not asked."""
         record.status, record.fate, low = 204, "bypass", record.request.low
-        method = low.get("access-control-request-method", "*")
-        names = low.get("access-control-request-headers", "*")
-        text = f"Access-Control-Allow-Methods: {method}\r\n"
-        text += f"Access-Control-Allow-Headers: {names}\r\n"
+        asked, allow = "access-control-request-", "Access-Control-Allow-"
+        text = f"{allow}Methods: {low.get(f'{asked}method', '*')}\r\n"
+        text += f"{allow}Headers: {low.get(f'{asked}headers', '*')}\r\n"
         text += "Access-Control-Max-Age: 7200\r\n"
-        if low.get("access-control-request-private-network") == "true":
-            text += "Access-Control-Allow-Private-Network: true\r\n"
-        reply.begin(NO_HEAD.changed(204), self.own_head(record, NO_HEAD) + bytes_of_text(text))
+        if low.get(f"{asked}private-network") == "true":
+            text += f"{allow}Private-Network: true\r\n"
+        reply.begin(NO_HEAD.changed(204), self.own_head(record) + bytes_of_text(text))
         reply.end()
 
 
@@ -6355,12 +5897,14 @@ class Lease:
     Taken in order, settled with what was used, given back once, whichever way the call ends.
     """
 
+    target: Target
+    attempt: Attempt  # the last one
+
     def __init__(self, accounts: Accounts, record: Record, clock: Clock) -> None:
         self.record, self._accounts, self._clock = record, accounts, clock
-        self.target: Target | None = None
         self.demand = Demand()
         self.permit: Permit | None = None
-        self.attempt: Attempt | None = None  # with the upstream now
+        self.is_asking = False  # an attempt is with the upstream now
         self.task: Budget | None = None  # that cuts the stream where it ends
         self.attempts = 0  # at this target
         self.sent_at = 0.0
@@ -6380,19 +5924,18 @@ class Lease:
             requests = min(1, self.record.attempts)
             self._part.settle(self._used_prompt, self._used_output, requests=requests)
 
-    def turn(self, target: Target, demand: Demand) -> None:
+    def turn(self, target: Target, demand: Demand, is_first: bool) -> None:
         """Ask this target from now on. Raises rate_limited where the client is over its own."""
         self.leave()
         self._settle_budgets()
         client = self.record.request.client
-        if self.target is None and client is not None and self.record.request.may_cost:
+        if is_first and client is not None and self.record.request.may_cost:
             self._part = client.reserve(demand)
         self.target, self.demand, self.attempts = target, demand, 0
 
     async def reserve(self) -> None:
         """What the call can cost at most, of every budget, before it waits for anything else."""
         request, demand, accounts = self.record.request, self.demand, self._accounts
-        assert self.target is not None
         if accounts.is_plain and not self.record.task:
             return
         prompt = demand.prompt_tokens
@@ -6408,7 +5951,6 @@ class Lease:
 
     async def enter(self, settings: Settings, chances: int = 0) -> None:
         """A turn at the gate."""
-        assert self.target is not None
         gate, timing = self.target.upstream.gate, self.record.timing
         self.permit = await gate.enter(
             self.demand, timing, queue_size=settings.queue_size,
@@ -6417,7 +5959,6 @@ class Lease:
 
     def admit(self) -> None:
         """An attempt begins. Raises circuit_open; what costs nothing is under no circuit."""
-        assert self.target is not None
         record, timing, now = self.record, self.record.timing, self._clock()
         circuit = self.target.circuit
         self.attempt = circuit.admit() if record.request.may_cost else Attempt(circuit, -1, False)
@@ -6425,7 +5966,7 @@ class Lease:
             self._first_at = now - timing.waited_s
         record.attempts += 1
         self.attempts += 1
-        self.sent_at = now
+        self.sent_at, self.is_asking = now, True
         timing.retry_s = max(0.0, now - self._first_at - timing.waited_s)
         if self.permit is not None:
             self.permit.was_sent = True
@@ -6434,16 +5975,14 @@ class Lease:
         """The attempt was none, but for the upstream's count of requests."""
         self.record.attempts -= 1
         self.attempts -= 1
-        if self.permit is not None:
-            self.permit.again()
+        if self.permit is not None and self.permit.reservation is not None:
+            self.permit.reservation.again()
 
     def begin(self, head: Head) -> None:
         """The answer begins: callers will see it, and the upstream has counted its prompt."""
-        assert self.target is not None
         upstream_s = self.record.timing.upstream_s = self._clock() - self.sent_at
         self.target.circuit.attempt_s.append(upstream_s)
-        if self.attempt is not None:
-            self.attempt.give_place()  # a long stream holds no other trial up
+        self.attempt.give_place()  # a long stream holds no other trial up
         if self.task is not None:
             self.meter(self.prompt_tokens)
         if self.permit is not None:
@@ -6452,9 +5991,8 @@ class Lease:
 
     def heed(self, head: Head) -> None:
         """Rest where the upstream says that nothing is left of a limit."""
-        if self.permit is not None and any("ratelimit" in name for name in head.low):
-            if wait_s := reset_wait_s(head.low, time.time()):
-                self.permit.strike("limit", min(wait_s, LONGEST_PAUSE_S))
+        if self.permit is not None and (wait_s := reset_wait_s(head.low, time.time())):
+            self.permit.strike("limit", min(wait_s, LONGEST_PAUSE_S))
 
     def meter(self, tokens: int) -> bool:
         """Count a running stream's tokens against its task; True where its budget ends."""
@@ -6463,34 +6001,30 @@ class Lease:
         self.task.spent += tokens
         return self.task.spent >= self.task.limit
 
-    def settle(self, usage: Usage) -> None:
+    def settle(self, usage: Usage) -> Usage:
         """What an attempt has really used, to all who had reserved for it."""
         record, accounts = self.record, self._accounts
         if record.request.route is None or not record.request.route.is_free:
-            assert self.target is not None
             self._due_micros += accounts.used(record, usage, self.target.model)
             self._due_tokens += usage.total
             self._used_prompt += usage.prompt
             self._used_output += usage.completion
         if self.permit is not None:
             self.permit.settle(usage.prompt, usage.completion)
-
-    def settle_unknown(self) -> Usage:
-        """The upstream has read the prompt, whatever came of it."""
-        usage = self.unknown()
-        self.settle(usage)
         return usage
 
     @property
     def prompt_tokens(self) -> int:
         """As estimated from the text, also where nothing had hung on it so far."""
         request = self.record.request
-        if self.target is None or not request.doc:
-            return self.demand.prompt_tokens
-        return self.target.learned.prompt_tokens(request.size)
+        learned = self.target.learned
+        return learned.prompt_tokens(request.size) if request.doc else self.demand.prompt_tokens
 
     def unknown(self) -> Usage:
-        """What a call counts as of which nobody says it: unknown is not free."""
+        """What a call counts as of which nobody says it: unknown is not free.
+
+        The upstream has read the prompt, whatever came of it.
+        """
         is_blind = bool(self._wanted) and self.record.fate == "bypass"
         output = OUTPUT_TOKENS_ABSENT if is_blind else 0
         prompt = self.record.expected.prompt if is_blind else self.prompt_tokens
@@ -6511,17 +6045,15 @@ class Lease:
 
     def step(self, outcome: str) -> None:
         """One line of the call's trace: who was asked when, and what came of it."""
-        if self._accounts.ledger is None:
-            return
-        assert self.target is not None
-        record, now = self.record, self._clock()
-        step = {
-            "at_ms": round((self.sent_at - record.started_at) * 1000, 1),
-            "upstream": self.target.upstream.name, "model": struck(self.target.model),
-            "key": self.permit.key.name if self.permit is not None else "",
-            "outcome": outcome, "ms": round((now - self.sent_at) * 1000, 1),
-        }  # fmt: skip
-        record.steps = (*record.steps, step)
+        if self._accounts.ledger is not None:
+            record, now = self.record, self._clock()
+            step = {
+                "at_ms": round((self.sent_at - record.started_at) * 1000, 1),
+                "upstream": self.target.upstream.name, "model": struck(self.target.model),
+                "key": self.permit.key.name if self.permit is not None else "",
+                "outcome": outcome, "ms": round((now - self.sent_at) * 1000, 1),
+            }  # fmt: skip
+            record.steps = (*record.steps, step)
 
 
 @dataclass(slots=True)
@@ -6542,14 +6074,13 @@ class Exchange:
     """One attempt: a request over a connection, and its answer on the way to the flight."""
 
     def __init__(self, flight: Flight, lease: Lease, plan: Plan) -> None:
-        assert lease.target is not None
         self._flight, self._lease, self._plan = flight, lease, plan
         self._request: Request = lease.record.request
         self._upstream = lease.target.upstream
         self._link = cast(Link, None)  # until there is one
         self._head = NO_HEAD
         self._events: Events | None = None
-        self._began_key = b""  # what may be the beginning of a key of ours, held back
+
         self._upload_error: ProxyError | None = None
         self.is_complete = False  # whole and good: may be kept
         self.has_failed = False  # ended in an error event
@@ -6567,10 +6098,8 @@ class Exchange:
         """Send, and receive until the last byte is with the flight.
 
         Returns what went wrong before anything was.
-
-        Raises:
-            ProxyError: the answer broke off after callers had seen its beginning.
-            CallerGone: nobody takes it any more.
+        Raises ProxyError: the answer broke off after callers had seen its beginning. CallerGone:
+        nobody takes it any more.
         """
         self._upstream.attempts += 1
         try:
@@ -6585,7 +6114,10 @@ class Exchange:
                     return await self._assemble()
                 return await self._stream()
             if self._flight.passes and head.status < 400:
-                return await self._pass()
+                self._begin()
+                await self._flow()
+                self.is_complete = True
+                return None
             return await self._gather()
         except CallerGone:
             raise
@@ -6614,7 +6146,17 @@ class Exchange:
         self._link = link = await self._upstream.open(
             method, plan.raw_path, block, None, is_fresh=True, **limits
         )
-        sending = asyncio.create_task(self._send_upload(upload, link))
+
+        async def send() -> None:
+            try:
+                await upload.send(link)
+            except ProxyError as error:
+                self._upload_error = error
+                link.fail(ConnectionAbortedError())
+            except ConnectionError as error:
+                link.fail(error)
+
+        sending = asyncio.create_task(send())
         try:
             await link.head()
         finally:
@@ -6623,15 +6165,6 @@ class Exchange:
             if not upload.is_sent:  # to the upstream, the next request would be the rest of it
                 link.force_close()
         return link
-
-    async def _send_upload(self, upload: Upload, link: Link) -> None:
-        try:
-            await upload.send(link)
-        except ProxyError as error:
-            self._upload_error = error
-            link.fail(ConnectionAbortedError())
-        except ConnectionError as error:
-            link.fail(error)
 
     def _failed(self, error: BaseException) -> Failure:
         explained = self._upstream.explain(error)
@@ -6671,21 +6204,13 @@ class Exchange:
         if body is None:
             return None
         head, body = self._head, self._upstream.hide(body)
-        if (failure := judge(head, body, time.time())) is not None:
+        if (failure := judge(head, body)) is not None:
             return failure
         if head.ends_with_connection and not is_whole_json(head, body):
             raise aiohttp.ClientPayloadError
         self._lease.begin(head)
         self.is_complete = True
         self._flight.give(head, body)
-        return None
-
-    async def _pass(self) -> Failure | None:
-        """An answer that is not joined: on its way as it comes."""
-        self._begin()
-        await self._flow()
-        self._flight.push(self._began_key)
-        self.is_complete = True
         return None
 
     async def _stream(self) -> Failure | None:
@@ -6740,7 +6265,9 @@ class Exchange:
             if not assembly.is_over:
                 raise
         route, doc, data = self._request.route, self._request.doc, b"".join(parts)
-        head, has_end = self._head, is_whole(data, route, doc) and has_finish(data, route)
+        # A `[DONE]` alone is no end that a plain answer could be made of.
+        is_finished = route is not None and route.ends is not None and route.ends.search(data)
+        head, has_end = self._head, bool(is_finished) and is_whole(data, route, doc)
         try:
             status, body = assembly.plain()
         except ProxyError as error:
@@ -6750,7 +6277,7 @@ class Exchange:
             return Failure(error, is_transient=True, counts=False)
         plain = head.changed(status, "application/json; charset=utf-8", b"",
                                    (b"x-accel-buffering", b"cache-control"))  # fmt: skip
-        if (failure := judge(plain, body, time.time())) is not None:
+        if (failure := judge(plain, body)) is not None:
             return failure
         if not has_end:
             raise aiohttp.ClientPayloadError
@@ -6795,7 +6322,7 @@ class Exchange:
         if self._events is not None and not (data := self._events.feed(data)):
             return
         if self._upstream.gate.pool:
-            data = self._hidden(data)
+            data = self._upstream.hide(data)
         if self._flight.passes:
             self.tail += data
             if len(self.tail) > 2 * (keep := FLIGHT_BYTES if self._head.is_coded else TAIL_BYTES):
@@ -6803,15 +6330,6 @@ class Exchange:
         self._flight.push(data)
         if self._lease.task is not None:
             self._meter(data)
-
-    def _hidden(self, data: bytes) -> bytes:
-        """Without a key of ours, even where it comes in two parts."""
-        if self._events is not None:  # whole events
-            return self._upstream.hide(data)
-        data = self._began_key + data
-        held = self._upstream.begun_key(data)
-        self._began_key = data[len(data) - held :] if held else b""
-        return self._upstream.hide(data[: len(data) - held])
 
     def _meter(self, data: bytes) -> None:
         """End a stream cleanly where its task's budget ends, unless it has just ended by itself."""
@@ -6845,8 +6363,7 @@ class Exchange:
                     await link.news()
                     begun += link.take()
         status, error = found
-        failure = judge(Head(status, "", b"", self._head.low), error, time.time())
-        assert failure is not None
+        failure = cast(Failure, judge(Head(status, "", b"", self._head.low), error))
         failure.answer = (self._head, self._upstream.hide(begun))
         return failure
 
@@ -6865,6 +6382,10 @@ def check_open(settings: Settings) -> None:
         raise ConfigError(why + "(llmproxy key new NAME) or say --allow-open")
 
 
+ACTIONS = ("pause", "resume", "clear", "close", "reload", "save")
+LIVE = [name for name, item in SETTINGS.items() if item.metadata["live"]]
+
+
 class Control:
     """What an operator changes while it runs. A change acts at the next decision, on no call."""
 
@@ -6881,8 +6402,7 @@ class Control:
     def change(self, texts: Mapping[str, Any], where: str = "set") -> dict[str, Any]:
         """Change live settings, all of them or none; returns their values by flag name.
 
-        Raises:
-            ConfigError: says which one and why; nothing was changed.
+        Raises ConfigError: says which one and why; nothing was changed.
         """
         self._take(self._gateway.settings.changed(texts, where))
         shown = self._gateway.settings.shown()
@@ -6894,16 +6414,14 @@ class Control:
     def save(self, flags: Iterable[str] = ()) -> Path:
         """Write settings that the file has differently: those named, else all live ones.
 
-        Raises:
-            ConfigError: the file cannot be read or written, and is as it was.
+        Raises ConfigError: the file cannot be read or written, and is as it was.
         """
         settings = self._gateway.settings
         path = settings.path or default_config_path(os.environ)
         with only_one(path, waits=False):
             text = text_of(path)
             there = load_settings({}, {}, path) if text else Settings()
-            names = [flag.replace("-", "_") for flag in flags]
-            names = names or [name for name in SETTINGS if SETTINGS[name].metadata["live"]]
+            names = [flag.replace("-", "_") for flag in flags] or LIVE
             values = {name: getattr(settings, name) for name in names}
             new = {n: writable(n, v) for n, v in values.items() if v != getattr(there, n)}
             if new:
@@ -6918,16 +6436,14 @@ class Control:
         """Read the file, and all else, once more; returns what came of it.
 
         What has not changed there since it was last read stays as it was set in the meantime.
-
-        Raises:
-            ConfigError: nothing was changed.
+        Raises ConfigError: nothing was changed.
         """
         settings = self._gateway.settings
         if settings.again is None:
             raise ConfigError("there is no file to read again")
         fresh, old = settings.again(), self._loaded
         names = [n for n in (*SETTINGS, *self.TABLES) if getattr(fresh, n) != getattr(old, n)]
-        live = [n for n in names if n in ("models", "clients") or self._is_live(n)]
+        live = [n for n in names if n in (*LIVE, "models", "clients")]
         new = {name: getattr(fresh, name) for name in live}
         given = {name: where for name, where in settings.given.items() if name not in live}
         given |= {name: fresh.given[name] for name in live if name in fresh.given}
@@ -6941,39 +6457,28 @@ class Control:
         text = f"changed {', '.join(map(flag_name, live)) or 'nothing'}"
         return text + (f"; wants a restart: {', '.join(rest)}" if rest else "")
 
-    @staticmethod
-    def _is_live(name: str) -> bool:
-        return name in SETTINGS and bool(SETTINGS[name].metadata["live"])
-
     def _take(self, changed: Settings) -> None:
         gateway, settings = self._gateway, self._gateway.settings
         money = ("price", "prices", "budget", "budget_month", "models", "clients")
         if any(getattr(changed, name) != getattr(settings, name) for name in money):
             gateway.accounts.change(changed)
-        gateway.clients = self._clients(changed)
+        known = {client.rule.name: client for client in gateway.clients.values()}
+        gateway.clients = {}
+        for rule in changed.clients:  # who was there before keeps what was counted
+            client = known.get(rule.name) or Client(rule, gateway.clock)
+            client.limit(rule)
+            gateway.clients[rule.key_sha256] = client
         for name in (*SETTINGS, *self.TABLES, "given"):
             setattr(settings, name, getattr(changed, name))
         gateway.settings_changed()
-
-    def _clients(self, changed: Settings) -> dict[str, Client]:
-        """Those of the file; who was there before keeps what was counted."""
-        known = {client.rule.name: client for client in self._gateway.clients.values()}
-        clients = {}
-        for rule in changed.clients:
-            client = known.get(rule.name) or Client(rule, self._gateway.clock)
-            client.limit(rule)
-            clients[rule.key_sha256] = client
-        return clients
 
     def act(self, action: str, wanted: Mapping[str, Any]) -> str:
         """Pause, resume, clear what is kept, close circuits, reload; returns what was done.
 
         `wanted`: upstream, model and path of the circuit to close; none of them: all.
-
-        Raises:
-            ConfigError: it cannot be done.
+        Raises ConfigError: it cannot be done.
         """
-        gateway = self._gateway
+        gateway, known = self._gateway, ("upstream", "model", "path")
         if action in ("pause", "resume"):
             self.is_paused = action == "pause"
             for upstream in gateway.upstreams:
@@ -6984,7 +6489,6 @@ class Control:
             gateway.flights.clear()
             return f"forgot {count} kept answers"
         if action == "close":
-            known = ("upstream", "model", "path")
             if not all(k in known and isinstance(v, str) for k, v in wanted.items()):
                 raise ConfigError(f"close: wants texts of {', '.join(known)}, or nothing for all")
             circuits = [c for c in gateway.circuits.values() if c.state is not State.CLOSED]
@@ -6992,14 +6496,9 @@ class Control:
             for circuit in fits:
                 circuit.close()
             return f"closed {len(fits)} circuits"
-        if action == "reload":
-            return self.reload()
-        if action == "save":
-            return f"saved in {self.save()}"
+        if action in ("reload", "save"):
+            return self.reload() if action == "reload" else f"saved in {self.save()}"
         raise ConfigError(f"unknown action {printable(action)}; known: {', '.join(ACTIONS)}")
-
-
-ACTIONS = ("pause", "resume", "clear", "close", "reload", "save")
 
 
 class Admin:
@@ -7008,11 +6507,9 @@ class Admin:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._routes: dict[str, Callable[[], Any]] = {
-            "health": lambda: {"status": "ok"},
-            "ready": self._ready,
-            "status": gateway.status,
+            "health": lambda: {"status": "ok"}, "ready": self._ready, "status": gateway.status,
             "metrics": lambda: "\n".join(metrics(gateway)).encode() + b"\n",
-        }
+        }  # fmt: skip
 
     async def answer(self, record: Record, upload: Upload, reply: Reply) -> None:
         request, answers = record.request, self._gateway.answers
@@ -7046,12 +6543,9 @@ class Admin:
         """Read or change settings, or have something done."""
         control, settings = self._gateway.control, self._gateway.settings
         if name == "settings" and request.method == "GET":
-            live = [flag_name(n) for n, item in SETTINGS.items() if item.metadata["live"]]
             given = {flag_name(n): where for n, where in settings.given.items()}
-            return {
-                "settings": settings.shown(), "given": given, "live": live,
-                "file": str(settings.path or ""),
-            }  # fmt: skip
+            shown, live, file = settings.shown(), [*map(flag_name, LIVE)], str(settings.path or "")
+            return {"settings": shown, "given": given, "live": live, "file": file}
         if request.method != ("PATCH" if name == "settings" else "POST"):
             raise ProxyError("not_found", "GET or PATCH settings, POST do/ACTION")
         body = await upload.whole() or b"{}"
@@ -7075,23 +6569,22 @@ class Admin:
 
     async def _read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
         """Rows of the ledger, read beside the event loop."""
-        ledger = self._gateway.accounts.ledger
-        if ledger is None:
+        if (ledger := self._gateway.accounts.ledger) is None:
             raise ProxyError("not_found", "there is no ledger (--state none)")
+        trace = name.removeprefix("trace/") if "/" in name else None
         try:
-            sql, values = calls_query(query, name.removeprefix("trace/") if "/" in name else None)
+            sql, values = calls_query(query, trace)
             values[-1] = min(values[-1], 1000)
         except ValueError as error:
             raise ProxyError("invalid_request", str(error)) from None
         self._gateway.fold()
-        written = ledger.written()
-
-        def read() -> list[dict[str, Any]]:
-            written.wait(1.0)
-            return ledger.read(sql, values)
-
-        rows = await asyncio.get_running_loop().run_in_executor(None, read)
-        if "/" in name and not rows:
+        await asyncio.to_thread(ledger.written().wait, 1.0)
+        rows = list[dict[str, Any]]()
+        try:
+            rows = await asyncio.to_thread(read_rows, ledger.path, sql, values)
+        except (OSError, sqlite3.Error) as error:
+            log.warning("ledger: %s cannot be read: %s", ledger.path, error)
+        if trace is not None and not rows:
             raise ProxyError("not_found", "no call of this trace is in the ledger")
         return {"calls": [shown_row(row) for row in rows]}
 
@@ -7101,14 +6594,11 @@ class Admin:
             raise ProxyError("forbidden_origin", "admin routes are not for web pages")
         key, settings = self._gateway.settings.admin_key, self._gateway.settings
         self._gateway.check_host(request.host, is_loopback(settings.host) or not key)
-        if key is not None:
-            given = bytes_of_text(request.low.get("authorization", ""))
-            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
-                why = "admin routes want the admin key as a bearer token"
-                raise ProxyError("invalid_api_key", why)
-            return
-        peer = reply.conn.peername
-        if peer is not None and not is_loopback(str(peer[0])):
+        given, peer = bytes_of_text(request.low.get("authorization", "")), reply.conn.peername
+        if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            why = "admin routes want the admin key as a bearer token"
+            raise ProxyError("invalid_api_key", why)
+        if key is None and peer is not None and not is_loopback(str(peer[0])):
             why = "admin routes are for loopback callers; see --admin-key"
             raise ProxyError("forbidden_origin", why)
 
@@ -7116,8 +6606,7 @@ class Admin:
         circuits = self._gateway.circuits.values()
         dead = bool(circuits) and all(c.state is State.OPEN and c.retry_in_s > 0 for c in circuits)
         reason = "every circuit is open" if dead else "ready"
-        reason = "draining" if self._gateway.is_draining else reason
-        return {"status": reason}
+        return {"status": "draining" if self._gateway.is_draining else reason}
 
 
 def metrics(gateway: Gateway) -> Iterable[str]:
@@ -7129,22 +6618,19 @@ def metrics(gateway: Gateway) -> Iterable[str]:
     yield "# TYPE gen_ai_client_token_usage_total counter"
     for kind, name in (("input", "tokens_in"), ("output", "tokens_out")):
         yield f'gen_ai_client_token_usage_total{{gen_ai_token_type="{kind}"}} {status[name]}'
-    totals = ("upstream_calls", "upstream_429", "retries", "tokens_saved", "unpriced_tokens")
-    for name in totals:
-        yield f"# TYPE llmproxy_{name}_total counter"
-        yield f"llmproxy_{name}_total {status[name]}"
-    for name in ("in_flight", "queued", "kept_bytes", "spend_usd", "saved_usd", "uptime_s"):
-        yield f"# TYPE llmproxy_{name} gauge"
-        yield f"llmproxy_{name} {status[name]}"
-    yield "# TYPE llmproxy_open_circuits gauge"
-    yield f"llmproxy_open_circuits {len(status['open_circuits'])}"
+    for name in ("upstream_calls", "upstream_429", "retries", "tokens_saved", "unpriced_tokens"):
+        yield f"# TYPE llmproxy_{name}_total counter\nllmproxy_{name}_total {status[name]}"
+    status["open_circuits"] = len(status["open_circuits"])
+    for name in ("in_flight", "queued", "kept_bytes", "spend_usd", "saved_usd", "uptime_s",
+                 "open_circuits"):  # fmt: skip
+        yield f"# TYPE llmproxy_{name} gauge\nllmproxy_{name} {status[name]}"
     names = {
         "total": "gen_ai_client_operation_duration_seconds",
         "ttft": "gen_ai_server_time_to_first_token_seconds", "queue": "llmproxy_queue_seconds",
     }  # fmt: skip
     for kind, name in names.items():
         yield f"# TYPE {name} histogram"
-        yield from counters.times[kind].lines(name, "")
+        yield from counters.times[kind].lines(name)
 
 
 ###############################################################################
@@ -7164,10 +6650,9 @@ class Gateway:
         self.counters = Counters(clock)
         self.accounts = Accounts(settings, self.counters)
         self.flights = Flights(clock)
-        self.answers = Answers(settings, self.accounts, self.flights)
-        rules = settings.upstreams or [
-            UpstreamRule(upstream_name(settings.upstream), settings.upstream, keys=settings.keys)
-        ]
+        self.answers = Answers(settings, self.accounts)
+        base = settings.upstream
+        rules = settings.upstreams or [UpstreamRule(URL(base).authority, base, keys=settings.keys)]
         self.upstreams = [Upstream(rule, settings, clock) for rule in rules]
         self.circuits: LruMap[Circuit] = LruMap(
             lambda key: Circuit(key, settings, clock, self._circuit_moved),
@@ -7175,8 +6660,7 @@ class Gateway:
         )
         self.learned: LruMap[Learned] = LruMap(lambda key: Learned())
         self.clients = {rule.key_sha256: Client(rule, clock) for rule in settings.clients}
-        self.control = Control(self)
-        self.admin = Admin(self)
+        self.control, self.admin = Control(self), Admin(self)
         self.is_draining = False
         self.on_call: Callable[[Record], None] = lambda record: None
         self.in_flight = 0  # calls that are with an upstream now
@@ -7195,7 +6679,7 @@ class Gateway:
         for upstream in self.upstreams:
             await upstream.start()
             upstream.llama.on_change = functools.partial(self._server_changed, upstream)
-            self._spawn(upstream.meet())
+            self.answers.spawn(upstream.meet())
 
     async def drain(self, limit_s: float = DRAIN_S) -> bool:
         """Refuse new calls, let those in flight finish. True if all did within `limit_s`."""
@@ -7218,16 +6702,10 @@ class Gateway:
         self.fold()
         self.accounts.close()
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = self._loop.create_task(work)
-        self.answers.tasks.add(task)
-        task.add_done_callback(self.answers.tasks.discard)
-        return task
-
     def _server_changed(self, upstream: Upstream, is_other_model: bool) -> None:
         upstream.resize()
         if is_other_model:
-            self.flights.drop_upstream(upstream.name)
+            self.flights.clear(upstream.name)
 
     # -- the way of a request
 
@@ -7242,7 +6720,8 @@ class Gateway:
             return await self.admin.answer(record, upload, reply)
         self.callers.add(record)
         self.counters.requests += 1
-        self.accounts.number(record)
+        if self.accounts.ledger is not None:
+            record.id = self.accounts.ledger.new_id()
         flight: Flight | None = None
         task = reply.conn._task_handler  # ours, until the caller hangs up
         try:
@@ -7278,14 +6757,18 @@ class Gateway:
 
     def guard(self, record: Record) -> None:
         """Who may call, and do we understand the headers that are ours?"""
-        request, allowed = record.request, self.settings.allow_origin
-        if request.origin is not None and not is_allowed_origin(request.origin, allowed):
-            origin, request.origin = printable(request.origin), None
-            why = f"browser origin {origin} may not call; see --allow-origin"
-            raise ProxyError("forbidden_origin", why)
-        if request.low.get("transfer-encoding", "chunked").lower() != "chunked":
+        request, low, is_preflight = record.request, record.request.low, False
+        if request.method == "?":
+            raise ProxyError("invalid_request", "this is not a valid HTTP request")
+        if request.origin is not None:
+            if not is_allowed_origin(request.origin, self.settings.allow_origin):
+                origin, request.origin = printable(request.origin), None
+                why = f"browser origin {origin} may not call; see --allow-origin"
+                raise ProxyError("forbidden_origin", why)
+            is_preflight = request.method == "OPTIONS"
+        if low.get("transfer-encoding", "chunked").lower() != "chunked":
             raise ProxyError("invalid_request", "of transfer codings only chunked is understood")
-        if "via" in request.low and any(u.mark in request.low["via"] for u in self.upstreams):
+        if "via" in low and any(u.mark in low["via"] for u in self.upstreams):
             raise ProxyError("invalid_request", "an upstream leads back to this proxy")
         if request.host not in self._hosts:
             self.check_host(request.host, is_loopback(self.settings.host))
@@ -7293,7 +6776,7 @@ class Gateway:
                 self._hosts.add(request.host)
         if request.headers.own:
             self._own_headers(record)
-        if request.origin is not None and request.method == "OPTIONS":
+        if is_preflight:
             return
         if request.method in ("TRACE", "CONNECT"):  # it would echo whatever key is on it
             raise ProxyError("invalid_request", f"{request.method} is not passed on")
@@ -7304,7 +6787,8 @@ class Gateway:
 
     def check_host(self, host: str, is_local: bool) -> None:
         if is_local and not is_loopback(host):
-            if host_name(host) not in (name.lower() for name in self.settings.allow_host):
+            name = re.sub(r":\d+$", "", host).lower()
+            if name not in (allowed.lower() for allowed in self.settings.allow_host):
                 why = f"Host {printable(host)} is not this machine (DNS rebinding)"
                 raise ProxyError("forbidden_origin", f"{why}; see --allow-host")
 
@@ -7330,16 +6814,15 @@ class Gateway:
         task = request.low.get("x-llmproxy-task", "")[:200]
         digest = hashlib.sha256(bytes_of_text(task)).hexdigest()  # for one that looks like a key
         record.task = task if struck(task) == task else f"task-{digest[:12]}"
-        if (budget := request.low.get("x-llmproxy-task-budget")) is not None:
+        name = "x-llmproxy-task-budget"
+        if (budget := request.low.get(name)) is not None:
             try:
                 request.task_budget = parse_count(budget)
             except ValueError:
-                why = "wants a whole number of tokens above 0"
-                text = f"x-llmproxy-task-budget {why}, got {printable(budget)}"
-                raise ProxyError("invalid_header", text) from None
+                why = f"wants a whole number of tokens above 0, got {printable(budget)}"
+                raise ProxyError("invalid_header", f"{name} {why}") from None
             if not task:
-                why = "x-llmproxy-task-budget wants an x-llmproxy-task"
-                raise ProxyError("invalid_header", why)
+                raise ProxyError("invalid_header", f"{name} wants an x-llmproxy-task")
         request.retry = request.low.get("x-llmproxy-retry")
 
     def _authenticate(self, record: Record) -> None:
@@ -7371,7 +6854,8 @@ class Gateway:
     async def read(self, record: Record, upload: Upload) -> None:
         """The body of what can be joined; all else is read on its way."""
         request = record.request
-        if request.route is not None and is_readable(request.low):
+        request.is_read = request.route is not None and is_readable(request.low)
+        if request.is_read:
             request.body = await upload.whole()
 
     # -- 3 join
@@ -7382,11 +6866,10 @@ class Gateway:
         A body that is no JSON object passes: the upstream shall say what is wrong with it.
         """
         request, settings, flights = record.request, self.settings, self.flights
-        if request.route is None or not is_readable(request.low):
+        if not request.is_read:
             return self._pass(record, upload)
-        scope = self._scope(record)
+        scope, alias, found = self._scope(record), b"", None
         request.may_join = settings.dedup != "off" and "no-store" not in request.directives
-        alias = b""
         if request.may_join and len(request.body) <= SLICE_BYTES:
             scoped = scope.copy()
             scoped.update(b"raw\0" + request.body)
@@ -7400,18 +6883,17 @@ class Gateway:
         key = scope.digest()
         # The same body on top of a conversation that the server holds is another turn.
         request.may_join = request.may_join and not request.doc.get("conversation")
-        if request.may_join and (found := self._known(record, key)) is not None:
-            if alias:
-                flights.alias(alias, key)
-            return found
-        record.fate = "miss"
-        request.check_model(request.model)
-        flight = Flight(key, record, False, self.abandon)
         if request.may_join:
-            flights.start(flight)
-            if alias:
-                flights.alias(alias, key)
-        return flight
+            found = self._known(record, key)
+        if found is None:
+            record.fate = "miss"
+            request.check_model(request.model)
+            found = Flight(key, record, False, self.abandon)
+            if request.may_join:
+                flights.start(found)
+        if request.may_join:
+            flights.alias(alias, key)
+        return found
 
     @staticmethod
     def _parse(request: Request) -> bytes | None:
@@ -7443,18 +6925,13 @@ class Gateway:
         request = record.request
         raw_path, keyed, name = request.raw_path, request.headers.keyed, ""
         if request.client is not None:  # however it sends its key
-            keys, name = request.own_keys, record.client
-            raw_path = without_keys(raw_path, keys, ())
-            keyed = b"\n".join(
-                line for line in keyed.split(b"\n")
-                if not any(carries(text_of_bytes(line), key) for key in keys)
-            )  # fmt: skip
+            name, keys = record.client, request.own_keys
+            raw_path, keyed = without_keys(raw_path, keys, ()), without_lines(keyed, keys)
         if self.settings.share == "all":
             name, raw_path = "", without_keys(raw_path)
-            lines = (line.partition(b":") for line in keyed.split(b"\n"))
-            keyed = b"\n".join(
-                name + value for name, _, value in lines if name.decode() not in CREDENTIALS
-            )
+            lines = keyed.splitlines(keepends=True)
+            kept = (ln for ln in lines if ln.partition(b":")[0].decode() not in CREDENTIALS)
+            keyed = b"".join(kept)
         if record.task and self.accounts.has_task_budget(record):  # its stream, and nobody else's
             name += f"\0{record.client}\0task {record.task}"
         parts = bytes_of_text(name), bytes_of_text(raw_path), keyed, b""
@@ -7469,7 +6946,7 @@ class Gateway:
             leader = flight.record.request
             request.check_model(leader.model)
             request.model, request.is_stream = leader.model, leader.is_stream
-            self._log_body(record)
+            self.accounts.bodies(record, request.body, b"")  # its answer stands with the leader's
             record.fate, record.shared, request.body = "joined", leader.trace, b""
             self.accounts.opened(record)
             return flight
@@ -7477,27 +6954,23 @@ class Gateway:
             found = self.flights.find(key, min(settings.dedup_window, max_age_s))
             if found is not None and (settings.dedup == "on" or found[0].is_deterministic):
                 request.check_model(found[0].model)
-                self._log_body(record)
+                self.accounts.bodies(record, request.body, b"")
                 return found
         return None
-
-    def _log_body(self, record: Record) -> None:
-        """What was asked by a call that costs nothing; its answer stands with another."""
-        if self.settings.log_bodies == "on":
-            self.accounts.bodies(record, record.request.body, b"")
 
     def follow(self, flight: Flight, reply: Reply, record: Record) -> Reader:
         """Have the flight's answer given to a caller from its beginning, at the caller's pace."""
         reader = Reader(flight, reply, record, self.answers)
-        reply.conn.on_gone = functools.partial(self._gone, reader)
+
+        def gone() -> None:
+            self.callers.discard(record)
+            reader.leave()
+
+        reply.conn.on_gone = gone
         flight.join(reader)
         if self.settings.keepalive is not None and record.request.is_stream:
             reader.keep_alive(self.settings.keepalive)
         return reader
-
-    def _gone(self, reader: Reader) -> None:
-        self.callers.discard(reader.record)
-        reader.leave()
 
     # -- 4 to 9 reserve, queue, admit, send, relay, settle
 
@@ -7535,6 +7008,7 @@ class Gateway:
         for number, target in enumerate(targets, 1):
             is_last = number == len(targets)
             try:
+                lease.turn(target, self.demand(flight, target), number == 1)
                 failure = await self._ask(flight, lease, target)
             except ProxyError as error:
                 flight.met_open |= error.code == "circuit_open"
@@ -7543,7 +7017,9 @@ class Gateway:
                 continue
             if failure is None:
                 return
-            if is_last or not failure.is_outage:
+            # Somebody else may do better; a 4xx would be the same anywhere.
+            is_outage = failure.is_transient or failure.counts or failure.is_key_refused
+            if is_last or not is_outage:
                 self._give_up(flight, failure)
                 return
 
@@ -7551,8 +7027,14 @@ class Gateway:
         """Reserve, queue, then attempts until one answers or the policy says it was the last."""
         record, request, upstream = flight.record, flight.record.request, target.upstream
         record.upstream, record.fallback = upstream.name, target.name
-        lease.turn(target, self.demand(flight, target))
-        await self._enter(lease, target)
+        if request.may_cost and target.circuit.state is not State.CLOSED:
+            await self._peek(target)
+        if request.may_cost and (request.route is None or not request.route.is_free):
+            await lease.reserve()
+            await lease.enter(self.settings)
+            self.accounts.opened(record)  # its row is journaled from here on
+            if record.reserved_micros and not self.accounts.budgets.is_empty:
+                await self.accounts.check_ledger()
         plan, loads, began_at = self.plan(flight, lease), 0, self.clock()
         was_refused = False
         while True:
@@ -7562,52 +7044,33 @@ class Gateway:
                 if was_refused or plan.usage_body is not None:
                     upstream.usage_known[request.name] = not was_refused
                 return None
-            if exchange.is_odd:  # asked plainly it will be one
-                plan = self.plan(flight, lease, may_stream=False)
-                continue
+            waited_s = record.timing.waited_s
             upstream.llama.is_loading |= failure.is_loading
             is_away = failure.is_loading or (failure.is_unsent and upstream.llama.is_restarting)
-            if is_away and not flight.passes:  # its body would be gone
-                await self._wait_ready(lease, began_at, loads)
+            if exchange.is_odd:  # asked plainly it will be one
+                plan = self.plan(flight, lease, may_stream=False)
+            elif is_away and not flight.passes:  # its body would be gone; the attempt was none
+                lease.uncount()
+                left_s = self.settings.queue_timeout - waited_s - self.clock() + began_at
+                await upstream.wait_ready(left_s)
+                await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
                 loads += 1
                 plan = self.plan(flight, lease)  # it may be another server
-                continue
-            if plan.usage_body is not None and self._refuses_usage(failure, upstream, request.name):
+            elif plan.usage_body and self._refuses_usage(failure, upstream, request.name):
                 lease.uncount()
                 plan.usage_body, was_refused = None, True
-                continue
-            waited_s = record.timing.waited_s
-            may_retry = self._may_retry(flight, lease, failure)
-            if not (may_retry and await self._back_off(lease, failure)):
-                return failure
-            began_at += record.timing.waited_s - waited_s
-            self.counters.retries += 1
-
-    async def _enter(self, lease: Lease, target: Target) -> None:
-        """Reserve and queue, where the call may cost anything; its row is journaled then."""
-        record, request = lease.record, lease.record.request
-        if request.may_cost and target.circuit.state is not State.CLOSED:
-            await self._peek(target)
-        if request.may_cost and (request.route is None or not request.route.is_free):
-            await lease.reserve()
-            await lease.enter(self.settings)
-            self.accounts.opened(record)
-            if record.reserved_micros and not self.accounts.budgets.is_empty:
-                await self.accounts.check_ledger()
-
-    async def _wait_ready(self, lease: Lease, began_at: float, loads: int) -> None:
-        """Wait for a llama.cpp that loads its model; the attempt was none."""
-        lease.uncount()
-        waited_s = lease.record.timing.waited_s + self.clock() - began_at
-        upstream = cast(Target, lease.target).upstream
-        await upstream.wait_ready(self.settings.queue_timeout - waited_s)
-        await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
+            else:
+                may_retry = self._may_retry(flight, lease, failure)
+                if not (may_retry and await self._back_off(lease, failure)):
+                    return failure
+                began_at += record.timing.waited_s - waited_s
+                self.counters.retries += 1
 
     async def _attempt(self, flight: Flight, lease: Lease, exchange: Exchange) -> Failure | None:
         """One attempt: what comes of it is told to its circuit, its key and the accounts."""
-        target, record = cast(Target, lease.target), flight.record
+        record, upstream = flight.record, lease.target.upstream
         lease.admit()
-        attempt, outcome = cast(Attempt, lease.attempt), "left"
+        attempt, outcome = lease.attempt, "left"
         self.counters.upstream_calls += 1
         self.in_flight += 1
         try:
@@ -7619,93 +7082,80 @@ class Gateway:
                 self._settle(flight, lease, exchange)
                 return None
             outcome = str(failure.status or failure.error.code)
-            if failure.is_broken and await target.upstream.is_gone():
+            is_broken = failure.answer is None and failure.error.code != "upstream_timeout"
+            if is_broken and await upstream.is_gone():
                 failure.counts = False  # its callers wait for it to come back
             self._judge(lease, failure)
             if lease.permit is not None and failure.is_unsent:
                 lease.permit.was_sent = False
             record.timing.upstream_s = self.clock() - lease.sent_at
             if failure.is_paid:
-                lease.settle_unknown()
+                lease.settle(lease.unknown())
             return failure
         except ProxyError as error:  # broke off in mid-answer
-            outcome = error.code
-            is_theirs = not error.is_rejection
-            is_timeout = error.code == "upstream_timeout"
-            if is_theirs and (is_timeout or not await target.upstream.is_gone()):
+            outcome, is_timeout = error.code, error.code == "upstream_timeout"
+            if not error.is_rejection and (is_timeout or not await upstream.is_gone()):
                 attempt.failed()
             self._settle(flight, lease, exchange)
             raise
-        except CallerGone:
-            self._settle(flight, lease, exchange)
-            raise
-        except asyncio.CancelledError:  # the upstream has read the prompt, and bills it
-            if flight.head is None:
-                record.usage = lease.settle_unknown()
+        except (CallerGone, asyncio.CancelledError):
+            if flight.head is None:  # the upstream has read the prompt, and bills it
+                record.usage = lease.settle(lease.unknown())
             else:
                 self._settle(flight, lease, exchange)
             raise
         finally:
             self.in_flight -= 1
             lease.step(outcome)
-            lease.attempt = None
+            lease.is_asking = False
             attempt.neutral()
 
     def _settle(self, flight: Flight, lease: Lease, exchange: Exchange) -> None:
         """After the answer: count what the upstream used, learn, and keep it where it may be."""
-        head, record, target = flight.head, flight.record, cast(Target, lease.target)
-        if head is None or head.status >= 300 or record.request.method == "HEAD":
+        head, record, request = flight.head, flight.record, flight.record.request
+        if head is None or head.status >= 300 or request.method == "HEAD":
             return
-        request = record.request
         body = bytes(exchange.tail) if flight.passes else flight.held()
-        plain = decoded(body, head)
+        plain, learned = decoded(body, head), lease.target.learned
         try:
             usage = self._used(lease, exchange, head, plain)
             if request.may_cost:
-                record.usage = usage
-                lease.settle(usage)
+                record.usage = lease.settle(usage)
                 if not usage.is_estimated and request.doc:
-                    target.learned.teach(usage.completion, self.clock() - lease.sent_at)
-                    if target.learned.is_curious:
-                        target.learned.teach_prompt(request.size, usage.prompt)
-            if b'"timings"' in plain:
-                target.upstream.llama.speeds.add(read_timings(plain[-SLICE_BYTES:]))
-            if self.settings.log_bodies == "on" and not flight.passes:
-                self.accounts.bodies(record, request.body, plain)
-            if exchange.is_complete and not flight.passes and head.status == 200:
-                self._keep(flight, head, body)
+                    learned.teach(usage.completion, self.clock() - lease.sent_at)
+                    if learned.is_curious:
+                        learned.teach_prompt(request.size, usage.prompt)
+            lease.target.upstream.llama.speeds.add(plain[-SLICE_BYTES:])
+            if flight.passes:
+                return
+            self.accounts.bodies(record, request.body, plain)
+            # Keep a whole and good answer, where nothing newer is on its way.
+            is_newest = self.flights.running.get(flight.key) is flight
+            is_same, dedup = is_deterministic(request.doc), self.settings.dedup
+            may_keep = dedup == "on" or (dedup == "deterministic" and is_same)
+            is_good = exchange.is_complete and head.status == 200 and not flight.is_overgrown
+            if is_good and may_keep and is_newest and not record.fallback:
+                kept = Kept(
+                    head.reason, NOT_KEPT.sub(b"", head.block), head.low.get("x-request-id", ""),
+                    body, self.clock(), dataclasses.astuple(usage)[:5], record.upstream,
+                    request.model, is_same, head.is_stream,
+                )  # fmt: skip
+                self.flights.keep(flight.key, kept, self.settings.cache_bytes)
         except Exception as error:  # whatever an upstream reports, its callers must land
             log.error("internal error: %s", fault_lines(error))
-
-    def _keep(self, flight: Flight, head: Head, body: bytes) -> None:
-        """Keep a whole and good answer, where nothing newer is on its way."""
-        record, settings = flight.record, self.settings
-        is_newest = self.flights.running.get(flight.key) is flight
-        is_same = is_deterministic(record.request.doc)
-        may_keep = settings.dedup == "on" or (settings.dedup == "deterministic" and is_same)
-        if not (may_keep and is_newest) or record.fallback or flight.is_overgrown:
-            return
-        usage = record.usage
-        tokens = (usage.prompt, usage.cached, usage.completion, usage.reasoning, usage.written)
-        kept = Kept(
-            head.reason, NOT_KEPT.sub(b"", head.block), head.low.get("x-request-id", ""), body,
-            self.clock(), tokens, record.upstream, record.request.model, is_same, head.is_stream,
-        )  # fmt: skip
-        self.flights.keep(flight.key, kept, settings.cache_bytes)
 
     @staticmethod
     def _used(lease: Lease, exchange: Exchange, head: Head, plain: bytes) -> Usage:
         """What an answer reports, or else what can be counted of it."""
-        is_stream = head.is_stream
         if exchange.is_cut:
             return Usage(lease.prompt_tokens, 0, exchange.metered, is_estimated=True)
-        usage = read_usage(plain + exchange.extra, is_stream)
+        usage = read_usage(plain + exchange.extra, head.is_stream)
         if usage is None and lease.record.fate == "bypass":
             return lease.unknown()
         if usage is None:
-            written = plain.count(b"data:") if is_stream else len(plain) // 4
+            written = plain.count(b"data:") if head.is_stream else len(plain) // 4
             return Usage(lease.prompt_tokens, 0, written, is_estimated=True)
-        if is_stream and not exchange.is_complete:  # cut: the last count is missing
+        if head.is_stream and not exchange.is_complete:  # cut: the last count is missing
             written = plain.count(b"\ndata:") - plain.count(b'"type":"message_')
             if written > usage.completion:
                 usage.completion, usage.is_estimated = written, True
@@ -7713,17 +7163,14 @@ class Gateway:
 
     def _judge(self, lease: Lease, failure: Failure) -> None:
         """What a failed attempt means for its circuit and its key."""
-        attempt, permit = cast(Attempt, lease.attempt), lease.permit
+        permit, wait_s = lease.permit, failure.retry_after_s
         if failure.counts:
-            attempt.failed()
+            lease.attempt.failed()
         elif failure.answer is not None and not failure.is_loading:
-            attempt.alive()
-        if failure.answer is None:
-            return
+            lease.attempt.alive()
         self.counters.upstream_429 += failure.status == 429
-        if permit is None:
+        if permit is None or failure.answer is None:
             return
-        wait_s = failure.retry_after_s
         if failure.status in (401, 403) and permit.key.secret:
             failure.is_key_refused = permit.refuse(str(failure.status))
             why = f"the upstream answered {failure.status}"
@@ -7752,7 +7199,7 @@ class Gateway:
     # -- the policy of further attempts
 
     def _may_retry(self, flight: Flight, lease: Lease, failure: Failure) -> bool:
-        request, target = flight.record.request, cast(Target, lease.target)
+        request, target = flight.record.request, lease.target
         if flight.passes or target.circuit.state is State.OPEN or not flight.readers:
             return False
         if failure.is_key_refused and lease.permit is not None:  # another key may be welcome
@@ -7767,15 +7214,14 @@ class Gateway:
 
         After a 429 the gate knows how long, and for whom. After all else this call alone waits.
         """
-        asked_s, circuit = failure.retry_after_s or 0.0, cast(Target, lease.target).circuit
+        asked_s, circuit = failure.retry_after_s or 0.0, lease.target.circuit
         if asked_s > self.settings.queue_timeout:  # the upstream's answer goes to the caller
             return False
         is_queued, is_held_back = lease.permit is not None, failure.status == 429
         failure.has_backed_off = True
         lease.leave()  # others may go while this one waits
         if not (is_queued and (is_held_back or failure.is_key_refused)):
-            wait_s: float = BACKOFF_S * 2 ** (lease.attempts - 1)
-            wait_s += random.uniform(0, wait_s)
+            wait_s = BACKOFF_S * 2 ** (lease.attempts - 1) * random.uniform(1, 2)
             wait_s = max(wait_s, asked_s + random.uniform(0, BACKOFF_S) if asked_s else 0.0)
             if await circuit.opens_within(wait_s):
                 raise circuit.error()
@@ -7810,45 +7256,43 @@ class Gateway:
         lease, task = flight.lease, flight.task
         if task is None or lease is None:
             return
-        if lease.attempt is not None:
+        if lease.is_asking:
             lease.attempt.give_place()  # it is for somebody who waits
         is_joined = self.flights.running.get(flight.key) is flight
         wanted = self.settings.abandon == "finish" and is_joined
-        if lease.attempt is None or not wanted or flight.is_overgrown:
+        if not lease.is_asking or not wanted or flight.is_overgrown:
             self.flights.land(flight)
             task.cancel()
 
     # -- whom to ask, and how
 
-    def serving(self, model: str) -> Upstream | None:
-        return next((u for u in self.upstreams if u.rule.serves(model)), None)
-
     def targets(self, flight: Flight) -> list[Target]:
         """The upstream for a call's model, and after it the fallbacks that the file names.
 
-        Raises:
-            ProxyError: model_not_found.
+        Raises ProxyError: model_not_found.
         """
         request = flight.record.request
+
+        def serving(model: str) -> Upstream | None:
+            return next((u for u in self.upstreams if u.rule.serves(model)), None)
+
+        def target(upstream: Upstream, model: str, name: str = "") -> Target:
+            circuit = self.circuits[upstream.name, model, request.path]
+            learned, is_foreign = self.learned[upstream.name, model], upstream is not first
+            return Target(upstream, model, circuit, learned, name, is_foreign)
+
         model = request.model
-        upstream = self.serving(model) or (None if model else self.upstreams[0])
-        if upstream is None:
+        if (first := serving(model) or (None if model else self.upstreams[0])) is None:
             why = f"no upstream serves the model {printable(model)}; see [upstream.NAME] models"
             raise ProxyError("model_not_found", why)
-        found = [self.target(request, upstream, model)]
-        rule = self.settings.rule_of(model) if self.settings.models else ModelRule()
-        for name in rule.fallback if not flight.passes else ():
+        found = [target(first, model)]
+        names = self.settings.rule_of(model).fallback if self.settings.models else []
+        for name in names if not flight.passes else ():
             named = next((u for u in self.upstreams if u.name == name), None)
             model = request.model if named else name
-            if (other := named or self.serving(model)) is not None:
-                target = self.target(request, other, model)
-                target.name, target.is_foreign = name, other is not upstream
-                found.append(target)
+            if (other := named or serving(model)) is not None:
+                found.append(target(other, model, name))
         return found
-
-    def target(self, request: Request, upstream: Upstream, model: str) -> Target:
-        circuit = self.circuits[upstream.name, model, request.path]
-        return Target(upstream, model, circuit, self.learned[upstream.name, model])
 
     def demand(self, flight: Flight, target: Target) -> Demand:
         """What a call wants of its target's gate.
@@ -7877,23 +7321,20 @@ class Gateway:
 
     def plan(self, flight: Flight, lease: Lease, may_stream: bool = True) -> Plan:
         """How attempts for a call are made."""
-        settings, request, target = self.settings, flight.record.request, cast(Target, lease.target)
+        settings, request, target = self.settings, flight.record.request, lease.target
         upstream, doc, body = target.upstream, request.doc, request.body
-        if isinstance(settings.timeout, float):
-            silence_s = settings.timeout
-        else:
-            silence_s = target.circuit.timeout_s()
+        is_learned, is_stream = settings.timeout == "auto", request.is_stream
+        silence_s = target.circuit.timeout_s() if is_learned else cast(float, settings.timeout)
         fields: dict[str, Any] = {}
         if target.name and target.model != request.model:
             fields["model"] = target.model
-        is_stream = request.is_stream
         asks_stream = may_stream and upstream.llama.is_known and settings.upstream_stream == "auto"
         if asks_stream and not is_stream and Assembly.can_be(request.name, doc):
             fields["stream"] = True
         if fields and (changed := with_fields(body, doc, fields)) is not None:
             body, doc, is_stream = changed, {**doc, **fields}, is_stream or "stream" in fields
         first_s = silence_s
-        if not is_stream and (settings.timeout == "auto" or "timeout" not in settings.given):
+        if not is_stream and (is_learned or "timeout" not in settings.given):
             # A plain answer is silent until it is whole: allow for what it has to write.
             first_s += lease.demand.output_tokens * target.learned.token_s
         block, raw_path = self._headers(request, target, flight.passes)
@@ -7909,21 +7350,14 @@ class Gateway:
     @staticmethod
     def _headers(request: Request, target: Target, passes: bool) -> tuple[bytes, str]:
         """What goes up of the caller's headers and path: no credential that is not for this one."""
-        headers, raw_path, keys = request.headers, request.raw_path, request.own_keys
-        is_pool = bool(target.upstream.gate.pool)
-        if target.is_foreign:
-            block = headers.block(CREDENTIALS, SENT_ELSEWHERE)
-        else:
-            block = headers.block(CREDENTIALS if is_pool else ())
-        if is_pool or target.is_foreign:
-            raw_path = without_keys(raw_path, keys)
-        elif keys:
-            raw_path = without_keys(raw_path, keys, ())
-        if keys:
-            lines = block.splitlines(keepends=True)
-            block = b"".join(
-                line for line in lines if not any(carries(text_of_bytes(line), key) for key in keys)
-            )
+        keys, is_foreign = request.own_keys, target.is_foreign
+        is_ours = is_foreign or bool(target.upstream.gate.pool)
+        only = SENT_ELSEWHERE if is_foreign else None
+        block = request.headers.block(CREDENTIALS if is_ours else (), only)
+        raw_path = request.raw_path
+        if is_ours or keys:
+            raw_path = without_keys(raw_path, keys, KEY_PARAMETERS if is_ours else ())
+        block = without_lines(block, keys) if keys else block
         more = f"x-request-id: {request.trace}\r\n"
         if request.has_new_trace:
             more += f"traceparent: 00-{request.trace}-{request.trace[:16]}-01\r\n"
@@ -7956,7 +7390,7 @@ class Gateway:
         raw_path = without_keys(request.raw_path, request.own_keys)
         with contextlib.suppress(*NO_ANSWER, ValueError, RecursionError):
             async with asyncio.timeout(HEALTH_LIMIT_S):
-                status, body = await upstream.get(raw_path, block, FLIGHT_BYTES)
+                status, body = await upstream.get(raw_path, FLIGHT_BYTES, block)
             odd = lambda constant: None  # noqa: E731  NaN is no JSON
             doc = json.loads(body, parse_constant=odd) if status == 200 else {}
             models = doc.get("data") if isinstance(doc, dict) else None
@@ -7986,7 +7420,7 @@ class Gateway:
         for upstream in self.upstreams:
             upstream.gate.reject(circuit, circuit.error)
         if self._watch is None or self._watch.done():
-            self._watch = self._spawn(self._watch_health())
+            self._watch = self.answers.spawn(self._watch_health())
 
     async def _watch_health(self) -> None:
         """Free health checks of every upstream that has an open circuit."""
@@ -8097,297 +7531,22 @@ def client_id(credential: str) -> str:
     return hashlib.sha256(bytes_of_text(credential)).hexdigest()[:8]
 
 
-def upstream_name(base: str) -> str:
-    return URL(base).authority
-
-
 ###############################################################################
 # Live table
 ###############################################################################
 # Rule: draws what `Gateway.status` and the last calls say, nothing else. rich is imported here
 # only, so that a daemon without a terminal never loads it.
 
-_FATE_STYLE = {
-    "miss": "", "joined": "green", "hit": "green", "stale": "yellow", "bypass": "dim",
-    "rejected": "red",
+_STYLE = {
+    "joined": "green", "hit": "green", "stale": "yellow", "bypass": "dim", "rejected": "red",
+    "up": "green", "ok": "green", "unknown": "dim", "loading": "yellow", "restarting": "yellow",
 }  # fmt: skip
-_STATE_STYLE = {"up": "green", "unknown": "dim", "loading": "yellow", "restarting": "yellow"}
+_BARS = "▁▂▃▄▅▆▇█"
 MAX_FLOWS = 5  # clients in the queue that are shown
 _messages: deque[str] = deque(maxlen=3)  # what the log says while the table owns the terminal
 
 
-def render(
-    status: dict[str, Any], url: str, width: int, height: int, board: Board | None = None
-) -> RenderableType:
-    """The live table as a renderable that fits `width` x `height`."""
-    from rich.console import Group
-    from rich.text import Text
-
-    up = time.strftime("%H:%M:%S", time.gmtime(status["uptime_s"]))
-    title = Text(f"llmproxy {status['version']}  {url}  up {up}", style="bold")
-    for word in ("draining", "paused"):
-        if status[word]:
-            title.append(f"  {word}", style="bold yellow")
-    past = _past(board, width) if board is not None else []
-    tuning = _tuning(board, status, width, height) if board is not None else []
-    parts: list[Any] = [
-        title, Text(), _numbers(status, width), *past, Text(), _upstreams(status), *tuning
-    ]  # fmt: skip
-    used = 7 + sum(len(status[name]) for name in ("upstreams", "open_circuits"))
-    used += sum(len(upstream["keys"]) for upstream in status["upstreams"])
-    used += sum(1 for client in status["clients"] if client["rpm"] or client["tpm"])
-    used += min(len(status["queue"]), MAX_FLOWS) + len(status["budgets"])
-    used += status["ledger"] not in ("ok", "none")
-    used += math.ceil(20 / _number_columns(width))
-    used += len(past) + len(tuning)
-    used += sum(1 for upstream in status["upstreams"] if upstream["llama_cpp"])
-    notes = [Text(note, style="yellow") for note in _messages]
-    parts += [Text(), _calls(status["recent"], width, max(0, height - used - len(notes))), *notes]
-    for part in parts:
-        if isinstance(part, Text):
-            part.no_wrap, part.overflow = True, "ellipsis"
-    return Group(*parts)
-
-
-_BARS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Iterable[float]) -> str:
-    """One bar a value, as high as its share of the highest; nothing is a blank."""
-    numbers = list(values)
-    most = max(numbers, default=0.0)
-    return "".join(_BARS[math.ceil(n / most * 8) - 1] if n > 0 else " " for n in numbers)
-
-
-def _past(board: Board, width: int) -> list[RenderableType]:
-    """The last minutes, two lines in two halves, or four narrow ones."""
-    from rich.text import Text
-
-    if not board.past:
-        return []
-    shown: dict[str, Callable[[float], str]] = {
-        "calls/s": "{:.1f}".format, "in flight": "{:.0f}".format,
-        "wait": lambda s: _duration(s * 1000), "429/s": "{:.1f}".format,
-    }  # fmt: skip
-    half = width // 2 - 1
-    room = max(5, half - 18)
-    texts = []
-    for name, form in shown.items():
-        values = [sample[name] for sample in board.past][-room:]
-        text = Text.assemble((f"{name:9} ", "dim"), (f"{form(values[-1]):>6} ", "bold"))
-        text.append(sparkline(values).rjust(room), "red" if name == "429/s" else "cyan")
-        texts.append(text)
-    lines = [Text(), *(Text("  ").join(texts[n : n + 2]) for n in (0, 2))]
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-    return list(lines)
-
-
-def _tuning(
-    board: Board, status: dict[str, Any], width: int, height: int
-) -> list[RenderableType]:
-    """The chosen setting between its neighbours, and what is known that helps to set it."""
-    from rich.text import Text
-
-    if not board.has_keys:
-        return []
-    count = 1 if height < 30 else 5
-    places = range(board.chosen - count // 2, board.chosen + count // 2 + 1)
-    lines = [Text()]
-    for place in places:
-        flag = board.flags[place % len(board.flags)]
-        is_chosen = place == board.chosen
-        value = board.typed + "_" if is_chosen and board.typed is not None else _setting(
-            status, flag)
-        line = Text.assemble(("> " if is_chosen else "  ", "bold"), (f"{flag:17} ", "dim"))
-        line.append(value, "reverse" if is_chosen else "")
-        line.append(f"  {_hint(flag, status)}", "dim")
-        lines.append(line)
-    if board.shows_help:
-        lines += [Text(text, style="dim") for text in board.HELP]
-    note = board.note or ("" if board.shows_help or width < 70 else "? shows the keys")
-    lines.append(Text(note, style="yellow" if board.note else "dim"))
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-    return list(lines)
-
-
-def _setting(status: Mapping[str, Any], flag: str) -> str:
-    item, value = SETTINGS[flag.replace("-", "_")], status["settings"][flag]
-    if isinstance(value, list):
-        return ", ".join(value) or "none"
-    words = [word for word, v in item.metadata["also"].items() if v == value]
-    unit = item.metadata["unit"]
-    if words or not isinstance(value, (int, float)):
-        return words[0] if words else str(value)
-    if unit == "bytes":
-        return f"{value / 2**20:g} MiB"
-    return f"{value:g} {unit}"
-
-
-def _hint(flag: str, status: Mapping[str, Any]) -> str:
-    """What was measured and helps to choose a value."""
-    if flag == "timeout":
-        measured = [c for c in status["circuits"] if c["measured"]]
-        if not measured:
-            return "nothing learned yet"
-        p99_s = max(c["p99_s"] for c in measured)
-        suggested = max(c["timeout_s"] for c in measured)
-        return f"p99 of the first byte {_duration(p99_s * 1000)}, suggests {suggested:g} s"
-    if flag == "concurrency":
-        waited = status["queue_ms"]["p95"]
-        held = ", ".join(
-            f"{_duration(u['service_s'] * 1000)} a call of late, {u['concurrency']} at once"
-            for u in status["upstreams"]
-        )
-        return f"p95 wait {_duration(waited)}; {held}"
-    if flag in ("rpm", "tpm"):
-        used = [u[flag] for u in status["upstreams"] if u[flag] is not None]
-        return f"{_short(sum(b['used'] for b in used))} used in the last minute" if used else ""
-    if flag == "cache-bytes":
-        return f"{status['kept_answers']} answers, {status['kept_bytes'] / 2**20:.1f} MiB kept"
-    return ""
-
-
-def _number_columns(width: int) -> int:
-    return 4 if width < 112 else 8
-
-
-def _numbers(status: dict[str, Any], width: int) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    latency = status["latency_ms"]
-    open_circuits = len(status["open_circuits"])
-    share_429 = status["upstream_429"] / max(1, status["upstream_calls"])
-    cells = [
-        ("in flight", status["in_flight"]), ("queued", status["queued"]),
-        ("calls", status["requests"]), ("calls/s", f"{status['calls_per_s']:.1f}"),
-        ("joined", status["joined"]), ("hits", status["hit"] + status["stale"]),
-        ("upstream", status["upstream_calls"]), ("rejected", status["rejected"]),
-        ("open circ.", open_circuits), ("429", f"{share_429:.1%}"),
-        ("today", f"${status['spend_usd']:.2f}"), ("saved", f"${status['saved_usd']:.2f}"),
-        ("unpriced", _short(status["unpriced_tokens"])),
-        ("tok in", _short(status["tokens_in"])), ("tok out", _short(status["tokens_out"])),
-        ("tok saved", _short(status["tokens_saved"])),
-        ("p50", _duration(latency["p50"])), ("p95", _duration(latency["p95"])),
-        ("p99", _duration(latency["p99"])), ("timeout", _timeouts(status)),
-    ]  # fmt: skip
-    columns = _number_columns(width)
-    grid = Table.grid(expand=True, padding=(0, 1))
-    for _ in range(columns):
-        grid.add_column(no_wrap=True, ratio=1)
-    alarms = {"rejected": status["rejected"], "open circ.": open_circuits, "429": share_429}
-    texts = []
-    for name, value in cells:
-        style = "bold red" if alarms.get(name) else "bold"
-        texts.append(Text.assemble((f"{name} ", "dim"), (str(value), style)))
-    for start in range(0, len(texts), columns):
-        grid.add_row(*texts[start : start + columns])
-    return grid
-
-
-def _timeouts(status: dict[str, Any]) -> str:
-    """The limit on silence; of `auto` the range of what the circuits have learned."""
-    if status["settings"]["timeout"] != "auto":
-        return f"{status['settings']['timeout']:g}s"
-    learned = [c["timeout_s"] for c in status["circuits"]] or [30.0]
-    low, high = min(learned), max(learned)
-    return f"{low:g}s" if low == high else f"{low:g}-{high:g}s"
-
-
-def _upstreams(status: dict[str, Any]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
-    table.add_column("upstream", no_wrap=True, ratio=3, overflow="ellipsis")
-    table.add_column("limit", no_wrap=True, ratio=3, overflow="ellipsis")
-    table.add_column("state", no_wrap=True, ratio=1, overflow="ellipsis", min_width=12)
-    for upstream in status["upstreams"]:
-        limit = f"{upstream['running']}/{upstream['concurrency']} calls{_limits_used(upstream)}"
-        limit += f", {_short(upstream['inflight_tokens'])} tok"
-        limit += ", adaptive" if upstream["is_adaptive"] else ""
-        style = _STATE_STYLE.get(upstream["state"], "bold red")
-        name = "" if upstream["name"] in upstream["url"] else f"{upstream['name']} "
-        name += upstream["url"] + (f" {upstream['model']}" if upstream["model"] else "")
-        table.add_row(Text(name), limit, Text(upstream["state"], style))
-        if upstream["llama_cpp"]:
-            table.add_row(Text(f"  {_slots(upstream)}"), _speeds(upstream), "")
-        for key in upstream["keys"]:
-            style = "green" if key["state"] == "ok" else "bold red"
-            limit = f"{key['calls']} calls{_limits_used(key)}"
-            table.add_row(Text(f"  key {key['name']}"), limit, Text(key["state"], style))
-    for client in status["clients"]:
-        if client["rpm"] or client["tpm"]:
-            table.add_row(Text(f"  client {client['name']}"), _limits_used(client)[2:], "")
-    for budget in status["budgets"]:
-        left = budget["limit_usd"] - budget["spent_usd"]
-        name = f"  {budget['name']}, {budget['window']}"
-        style = "bold red" if left <= 0 else "green"
-        table.add_row(Text(name), f"${budget['limit_usd']:.2f}", Text(f"${left:.2f} left", style))
-    if status["ledger"] not in ("ok", "none"):
-        table.add_row(Text("  ledger"), "", Text(status["ledger"], "bold red"))
-    for flow in status["queue"][:MAX_FLOWS]:
-        name = f"  queue {flow['client']} {flow['priority']}"
-        wait_s = max(0.0, flow["wait_s"])
-        table.add_row(Text(name), f"{flow['calls']} waiting", f"last in {wait_s:.0f} s")
-    for circuit in status["open_circuits"]:
-        name = f"  {circuit['model'] or '-'} {circuit['path']}"
-        wait = f"trial in {circuit['retry_in_s']:.0f} s"
-        table.add_row(Text(name), wait, Text(circuit["state"], "bold red"))
-    return table
-
-
-def _slots(upstream: Mapping[str, Any]) -> str:
-    """Of a llama.cpp: slots that are busy, and how full its context is."""
-    busy, total = upstream["busy_slots"], upstream["context_tokens"]
-    fill = f", context {upstream['context_used'] / total:.0%} of {_short(total)}" if total else ""
-    return f"{'?' if busy is None else busy}/{upstream['slots']} slots busy{fill}"
-
-
-def _speeds(upstream: Mapping[str, Any]) -> str:
-    if upstream["output_tokens_per_s"] is None:
-        return ""
-    prompt, cached = upstream["prompt_tokens_per_s"], upstream["cache_hit_share"]
-    return (
-        f"{_short(upstream['output_tokens_per_s'])} tok/s, prompt {_short(prompt or 0)}/s, "
-        f"{cached or 0:.0%} cached"
-    )
-
-
-def _limits_used(limits: Mapping[str, Any]) -> str:
-    used = [(name, limits[name]) for name in ("rpm", "tpm") if limits[name] is not None]
-    return "".join(f", {_short(b['used'])}/{_short(b['limit'])} {name}" for name, b in used)
-
-
-def _calls(rows: list[dict[str, Any]], width: int, limit: int) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
-    wide = width >= 80
-    names = ["at", "fate", "code", "model", *(["path"] if wide else []), "wait", "time", "tokens"]
-    for name in names:
-        right = name in ("wait", "time", "tokens")
-        flexible = name in ("model", "path")
-        table.add_column(
-            name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left",
-            ratio=1 if flexible else None,
-        )  # fmt: skip
-    for row in rows[::-1][:limit]:
-        clock = time.strftime("%H:%M:%S", time.localtime(row["time_unix"]))
-        path = [row["path"]] if wide else []
-        style = "red" if row["status"] >= 400 else _FATE_STYLE.get(row["fate"], "")
-        table.add_row(
-            clock, Text(row["fate"], style), Text(str(row["status"]), style),
-            Text(row["model"] or "-"), *map(Text, path), _duration(row["queue_ms"]),
-            _duration(row["total_ms"]), f"{_short(row['tokens_in'])}/{_short(row['tokens_out'])}",
-        )  # fmt: skip
-    return table
-
-
-def _short(number: float) -> str:
+def short(number: float) -> str:
     for unit in ("", "k", "M"):
         if number < 1000:
             return f"{number:.0f}{unit}" if number >= 100 or not unit else f"{number:.1f}{unit}"
@@ -8395,10 +7554,219 @@ def _short(number: float) -> str:
     return f"{number:.1f}G"
 
 
-def _duration(ms: float) -> str:
-    return (
-        f"{ms:.0f}ms" if ms < 1000 else f"{ms / 1000:.1f}s" if ms < 100_000 else f"{ms / 1000:.0f}s"
-    )
+def duration(ms: float) -> str:
+    if ms < 1000:
+        return f"{ms:.0f}ms"
+    return f"{ms / 1000:.1f}s" if ms < 100_000 else f"{ms / 1000:.0f}s"
+
+
+def sparkline(values: list[float]) -> str:
+    """One bar a value, as high as its share of the highest; nothing is a blank."""
+    most = max(values, default=0.0)
+    return "".join(_BARS[math.ceil(n / most * 8) - 1] if n > 0 else " " for n in values)
+
+
+def line_of(*parts: Any, style: str = "") -> Text:
+    """One line of a terminal, of texts and (text, style), that does not wrap."""
+    from rich.text import Text
+
+    return Text.assemble(*parts, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def table_of(
+    columns: Iterable[str], rows: Iterable[Iterable[Any]], right: Iterable[str] = (), **more: Any
+) -> Table:
+    """A plain table; `right` names the columns of numbers."""
+    from rich.table import Table
+
+    table = Table(**{"box": None, "header_style": "dim", "padding": (0, 1), **more})
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(line_of(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def plain_console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 250)
+
+
+def render(
+    status: dict[str, Any], url: str, width: int, height: int, board: Board | None = None
+) -> RenderableType:
+    """The live table as a renderable that fits `width` x `height`."""
+    from rich.console import Group
+
+    up = time.strftime("%H:%M:%S", time.gmtime(status["uptime_s"]))
+    words = [(f"  {word}", "yellow") for word in ("draining", "paused") if status[word]]
+    title = line_of(f"llmproxy {status['version']}  {url}  up {up}", *words, style="bold")
+    parts: list[Any] = [title, line_of(), _numbers(status, width)]
+    parts += _past(board, width) if board is not None and board.past else []
+    parts += [line_of(), _upstreams(status)]
+    parts += _tuning(board, status, width, height) if board is not None and board.has_keys else []
+    notes = [line_of(note, style="yellow") for note in _messages]
+    used = sum(getattr(part, "row_count", 0) + getattr(part, "show_header", 1) for part in parts)
+    if (room := height - used - len(notes) - 2) >= 0:
+        parts += [line_of(), _calls(status["recent"], width, room)]
+    return Group(*parts, *notes)
+
+
+def _past(board: Board, width: int) -> list[Any]:
+    """The last minutes, two lines in two halves."""
+    shown: dict[str, Callable[[float], str]] = {
+        "calls/s": "{:.1f}".format, "in flight": "{:.0f}".format,
+        "wait": lambda s: duration(s * 1000), "429/s": "{:.1f}".format,
+    }  # fmt: skip
+    room, texts = max(5, width // 2 - 19), []
+    for name, form in shown.items():
+        values = [sample[name] for sample in board.past][-room:]
+        bars = (sparkline(values).rjust(room), "red" if name == "429/s" else "cyan")
+        texts.append(line_of((f"{name:9} ", "dim"), (f"{form(values[-1]):>6} ", "bold"), bars))
+    return [line_of(), *(line_of(texts[n], "  ", texts[n + 1]) for n in (0, 2))]
+
+
+def _tuning(board: Board, status: dict[str, Any], width: int, height: int) -> list[Any]:
+    """The chosen setting between its neighbours, and what is known that helps to set it."""
+    around, lines = 0 if height < 30 else 2, [line_of()]
+    for place in range(board.chosen - around, board.chosen + around + 1):
+        flag, is_chosen = board.flags[place % len(board.flags)], place == board.chosen
+        item, value = SETTINGS[flag.replace("-", "_")], status["settings"][flag]
+        unit = item.metadata["unit"] if isinstance(value, (int, float)) else ""
+        text = shown_value(item, value) + f" {unit}" * (unit not in ("", "bytes"))
+        text = f"{board.typed}_" if is_chosen and board.typed is not None else text
+        mark = ("> " if is_chosen else "  ", "bold")
+        value_text = (text, "reverse" if is_chosen else "")
+        hint = (f"  {_hint(flag, status)}", "dim")
+        lines.append(line_of(mark, (f"{flag:17} ", "dim"), value_text, hint))
+    lines += [line_of(text, style="dim") for text in board.HELP if board.shows_help]
+    note = board.note or ("" if board.shows_help or width < 70 else "? shows the keys")
+    return [*lines, line_of(note, style="yellow" if board.note else "dim")]
+
+
+def _hint(flag: str, status: Mapping[str, Any]) -> str:
+    """What was measured and helps to choose a value."""
+    measured = [c for c in status["circuits"] if c["measured"]]
+    if flag == "timeout" and measured:
+        p99_s, suggested = (max(c[name] for c in measured) for name in ("p99_s", "timeout_s"))
+        return f"p99 of the first byte {duration(p99_s * 1000)}, suggests {suggested:g} s"
+    if flag == "concurrency":
+        held = [f"{duration(u['service_s'] * 1000)} a call of late" for u in status["upstreams"]]
+        return f"p95 wait {duration(status['queue_ms']['p95'])}; {', '.join(held)}"
+    if flag == "cache-bytes":
+        return f"{status['kept_answers']} answers, {status['kept_bytes'] / 2**20:.1f} MiB kept"
+    return ""
+
+
+def _numbers(status: dict[str, Any], width: int) -> Table:
+    latency, open_circuits = status["latency_ms"], len(status["open_circuits"])
+    share_429 = status["upstream_429"] / max(1, status["upstream_calls"])
+    learned = [c["timeout_s"] for c in status["circuits"]] or [30.0]
+    timeout = status["settings"]["timeout"]
+    low, high = (min(learned), max(learned)) if timeout == "auto" else (timeout, timeout)
+    limits = [b["limit_usd"] for b in status["budgets"] if b["name"] == "the budget"]
+    spend = f"${status['spend_usd']:.2f}" + (f" of ${limits[0]:.2f}" if limits else "")
+    cells = [
+        ("in flight", status["in_flight"]), ("queued", status["queued"]),
+        ("calls", status["requests"]), ("calls/s", f"{status['calls_per_s']:.1f}"),
+        ("joined", status["joined"]), ("hits", status["hit"] + status["stale"]),
+        ("upstream", status["upstream_calls"]), ("rejected", status["rejected"]),
+        ("open circ.", open_circuits), ("429", f"{share_429:.1%}"),
+        ("spend today", spend), ("saved", f"${status['saved_usd']:.2f}"),
+        ("unpriced", short(status["unpriced_tokens"])),
+        ("tok in", short(status["tokens_in"])), ("tok out", short(status["tokens_out"])),
+        ("tok saved", short(status["tokens_saved"])),
+        *((name, duration(latency[name])) for name in ("p50", "p95", "p99")),
+        ("timeout", f"{low:g}s" if low == high else f"{low:g}-{high:g}s"),
+    ]  # fmt: skip
+    alarms = {"rejected": status["rejected"], "open circ.": open_circuits, "429": share_429}
+    texts = [
+        line_of((f"{name} ", "dim"), (str(value), "bold red" if alarms.get(name) else "bold"))
+        for name, value in cells
+    ]
+    columns = 3 if width < 72 else 4 if width < 112 else 8
+    rows = [texts[start : start + columns] for start in range(0, len(texts), columns)]
+    table = table_of([""] * columns, rows, show_header=False, expand=True, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.ratio, column.overflow = 1, "ellipsis"
+    return table
+
+
+def _upstreams(status: dict[str, Any]) -> Table:
+    rows: list[tuple[str, str, Any]] = []
+
+    def add(name: str, limit: str, state: str = "", style: str = "bold red") -> None:
+        rows.append((name, limit, line_of((state, _STYLE.get(state, style)))))
+
+    for upstream in status["upstreams"]:
+        limit = f"{upstream['running']}/{upstream['concurrency']} calls{_used(upstream)}"
+        limit += f", {short(upstream['inflight_tokens'])} tok"
+        limit += ", adaptive" if upstream["is_adaptive"] else ""
+        name = "" if upstream["name"] in upstream["url"] else f"{upstream['name']} "
+        name += upstream["url"] + (f" {upstream['model']}" if upstream["model"] else "")
+        add(name, limit, upstream["state"])
+        if upstream["llama_cpp"]:
+            add(*_llama(upstream))
+        for key in upstream["keys"]:
+            add(f"  key {key['name']}", f"{key['calls']} calls{_used(key)}", key["state"])
+    for client in status["clients"]:
+        if client["rpm"] or client["tpm"]:
+            add(f"  client {client['name']}", _used(client)[2:])
+    for budget in status["budgets"]:
+        left = budget["limit_usd"] - budget["spent_usd"]
+        limit, style = f"${budget['limit_usd']:.2f}", "bold red" if left <= 0 else "green"
+        add(f"  {budget['name']}, {budget['window']}", limit, f"${left:.2f} left", style)
+    if status["ledger"] not in ("ok", "none"):
+        add("  ledger", "", status["ledger"])
+    for flow in status["queue"][:MAX_FLOWS]:
+        name, wait_s = f"  queue {flow['client']} {flow['priority']}", max(0.0, flow["wait_s"])
+        add(name, f"{flow['calls']} waiting", f"last in {wait_s:.0f} s", "")
+    for circuit in status["open_circuits"]:
+        name, wait_s = f"  {circuit['model'] or '-'} {circuit['path']}", circuit["retry_in_s"]
+        add(name, f"trial in {wait_s:.0f} s", circuit["state"])
+    table = table_of(("upstream", "limit", "state"), rows, expand=True)
+    for column, ratio in zip(table.columns, (3, 3, 1), strict=True):
+        column.ratio, column.overflow = ratio, "ellipsis"
+    table.columns[2].min_width = 12
+    return table
+
+
+def _llama(upstream: Mapping[str, Any]) -> tuple[str, str]:
+    """Of a llama.cpp: slots that are busy, how full its context is, and its speeds."""
+    busy, total = upstream["busy_slots"], upstream["context_tokens"]
+    slots = f"  {'?' if busy is None else busy}/{upstream['slots']} slots busy"
+    slots += f", context {upstream['context_used'] / total:.0%} of {short(total)}" if total else ""
+    if (output := upstream["output_tokens_per_s"]) is None:
+        return slots, ""
+    prompt, cached = upstream["prompt_tokens_per_s"] or 0, upstream["cache_hit_share"] or 0
+    return slots, f"{short(output)} tok/s, prompt {short(prompt)}/s, {cached:.0%} cached"
+
+
+def _used(limits: Mapping[str, Any]) -> str:
+    used = [(name, limits[name]) for name in ("rpm", "tpm") if limits[name] is not None]
+    return "".join(f", {short(b['used'])}/{short(b['limit'])} {name}" for name, b in used)
+
+
+def _calls(recent: list[dict[str, Any]], width: int, limit: int) -> Table:
+    names = ["at", "fate", "code", "model", "path", "wait", "time", "tokens"]
+    rows = []
+    for row in recent[::-1][:limit]:
+        style = "red" if row["status"] >= 400 else _STYLE.get(row["fate"], "")
+        rows.append([
+            time.strftime("%H:%M:%S", time.localtime(row["time_unix"])),
+            line_of((row["fate"], style)), line_of((str(row["status"]), style)),
+            row["model"] or "-", row["path"], duration(row["queue_ms"]), duration(row["total_ms"]),
+            f"{short(row['tokens_in'])}/{short(row['tokens_out'])}",
+        ])  # fmt: skip
+    if width < 80:
+        for cells in (names, *rows):
+            del cells[4]
+    table = table_of(names, rows, names[-3:], expand=True)
+    for column in table.columns:
+        column.ratio = 1 if column.header in ("model", "path") else None
+        column.overflow = "ellipsis"
+    return table
 
 
 class Operator:
@@ -8433,8 +7801,7 @@ class Remote(Operator):
     def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """One request; blocks, ten seconds at most.
 
-        Raises:
-            RemoteError: nobody answers there, or the answer is no.
+        Raises CannotError: nobody answers there, or the answer is no.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{ADMIN}{path}", data, method=method)
@@ -8445,19 +7812,20 @@ class Remote(Operator):
             with urllib.request.build_opener(proxies).open(request, timeout=10) as response:
                 doc = json.loads(response.read())
         except urllib.error.HTTPError as error:
-            raise RemoteError(f"{self.url}: {_why_refused(error)}") from None
+            why = f"no llmproxy is there, it answered {error.code}"
+            with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
+                if "x-llmproxy-fate" in error.headers:
+                    why = printable(str(json.loads(error.read())["error"]["message"]), 300)
+            raise CannotError(f"{self.url}: {why}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             why = printable(str(getattr(error, "reason", error)) or type(error).__name__)
-            raise RemoteError(f"no daemon answers at {self.url} ({why})") from None
-        if not isinstance(doc, dict):
-            raise RemoteError(f"{self.url} is no llmproxy")
+            raise CannotError(f"no daemon answers at {self.url} ({why})") from None
+        if not isinstance(doc, dict) or (method == "GET" and "settings" not in doc):
+            raise CannotError(f"{self.url} is no llmproxy of this version")
         return doc
 
     async def status(self) -> dict[str, Any]:
-        doc = await asyncio.to_thread(self.ask, "GET", "status?recent=50")
-        if "settings" not in doc or "recent" not in doc:
-            raise RemoteError(f"{self.url} is no llmproxy of this version")
-        return doc
+        return await asyncio.to_thread(self.ask, "GET", "status?recent=50")
 
     def moved(self) -> Any:
         return int(2 * time.monotonic())  # asked twice a second
@@ -8468,14 +7836,6 @@ class Remote(Operator):
 
     async def act(self, action: str, **wanted: Any) -> str:
         return str((await asyncio.to_thread(self.ask, "POST", f"do/{action}", wanted))["done"])
-
-
-def _why_refused(error: urllib.error.HTTPError) -> str:
-    with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
-        doc = json.loads(error.read())["error"]
-        if "x-llmproxy-fate" in error.headers:
-            return printable(str(doc["message"]), 300)
-    return f"no llmproxy is there, it answered {error.code}"
 
 
 class Board:
@@ -8492,95 +7852,76 @@ class Board:
         "c clears kept answers, q drains and quits (top: quits)",
     )
 
-    def __init__(self, has_keys: bool = False) -> None:
+    def __init__(self, has_keys: bool) -> None:
         self.has_keys, self.shows_help, self.note = has_keys, False, ""
         self.typed: str | None = None  # a value that is being typed
-        self.chosen = 0
-        self.circuit = 0  # which of the open ones `r` closes next
+        self.chosen = self._closed = 0  # setting; circuits that were closed
         self.is_over = False
         self.work: deque[Callable[[Operator], Awaitable[str]]] = deque()
         self.past: deque[dict[str, float]] = deque(maxlen=self.PAST_S)
         self.flags = [flag_name(n) for n, item in SETTINGS.items() if item.metadata["live"]]
-        self.circuits: list[dict[str, Any]] = []
-        self.is_paused = False
-        self._before: tuple[float, dict[str, Any]] | None = None
-
-    @property
-    def flag(self) -> str:
-        return self.flags[self.chosen]
+        self._seen: dict[str, Any] = {}
+        self._sampled: tuple[float, dict[str, Any]] | None = None
 
     def see(self, status: dict[str, Any], now: float) -> None:
         """Take a new status, and once a second what has happened since the last."""
-        self.is_paused, self.circuits = status["paused"], status["open_circuits"]
-        if self._before is not None and now - self._before[0] < 1.0:
+        self._seen, before = status, self._sampled
+        if before is not None and now - before[0] < 1.0:
             return
-        if self._before is not None:
-            span_s, old = max(now - self._before[0], 1e-3), self._before[1]
-            calls = status["waited"]["calls"] - old["waited"]["calls"]
-            waited_s = status["waited"]["s"] - old["waited"]["s"]
+        self._sampled = now, status
+        if before is not None:
+            span_s, old = now - before[0], before[1]
+            waited, before_ = status["waited"], old["waited"]
+            calls, waited_s = waited["calls"] - before_["calls"], waited["s"] - before_["s"]
             self.past.append({
                 "calls/s": (status["requests"] - old["requests"]) / span_s,
-                "in flight": status["in_flight"],
-                "wait": waited_s / calls if calls > 0 else 0.0,
+                "in flight": status["in_flight"], "wait": waited_s / calls if calls > 0 else 0.0,
                 "429/s": (status["upstream_429"] - old["upstream_429"]) / span_s,
             })  # fmt: skip
-        self._before = now, status
 
     def press(self, key: str) -> None:
-        pause = "resume" if self.is_paused else "pause"
-        works: dict[str, Callable[[Operator], Awaitable[str]]] = {
-            "w": lambda operator: operator.act("save"),
-            "p": lambda operator: operator.act(pause),
-            "c": lambda operator: operator.act("clear"),
-        }
+        acts = {"w": "save", "p": "resume" if self._seen.get("paused") else "pause", "c": "clear"}
         if self.typed is not None:
             self._type(key)
-            return
-        if key in works:
-            self.work.append(works[key])
+        elif key in acts:
+            self.work.append(lambda operator: operator.act(acts[key]))
         elif key in ("up", "down"):
             self.chosen = (self.chosen + (1 if key == "down" else -1)) % len(self.flags)
         elif key in ("left", "right", "-", "+", "="):
-            self._step(-1 if key in ("left", "-") else 1)
+            self.work.append(
+                functools.partial(self._step, self.flags[self.chosen], key in ("left", "-"))
+            )
         elif key == "enter":
             self.typed = ""
         elif key == "r":
             self._close()
-        self.shows_help ^= key == "?"
-        self.is_over |= key == "q"
+        else:
+            self.shows_help ^= key == "?"
+            self.is_over |= key == "q"
 
     def _type(self, key: str) -> None:
-        assert self.typed is not None
-        if key == "enter":
-            text, flag = self.typed, self.flag
-            if text:
-                self.work.append(lambda operator: operator.change(flag, text))
-            self.typed = None
-        elif key == "esc":
+        text, flag = self.typed or "", self.flags[self.chosen]
+        if key == "enter" and text:
+            self.work.append(lambda operator: operator.change(flag, text))
+        if key in ("enter", "esc"):
             self.typed = None
         elif key == "backspace":
-            self.typed = self.typed[:-1]
+            self.typed = text[:-1]
         elif len(key) == 1 and key.isprintable():
-            self.typed += key
+            self.typed = text + key
 
-    def _step(self, direction: int) -> None:
-        flag = self.flag
-
-        async def change(operator: Operator) -> str:
-            value = (await operator.status())["settings"][flag]  # of this moment
-            text = stepped(flag.replace("-", "_"), value, direction)
-            if text is None:
-                return f"{flag}: Enter types a value"
-            return await operator.change(flag, text)
-
-        self.work.append(change)
+    @staticmethod
+    async def _step(flag: str, is_down: bool, operator: Operator) -> str:
+        value = (await operator.status())["settings"][flag]  # of this moment
+        text = stepped(flag.replace("-", "_"), value, -1 if is_down else 1)
+        return f"{flag}: Enter types a value" if text is None else await operator.change(flag, text)
 
     def _close(self) -> None:
-        if not self.circuits:
+        if not (circuits := self._seen["open_circuits"]):
             self.note = "no circuit is open"
             return
-        circuit = self.circuits[self.circuit % len(self.circuits)]
-        self.circuit += 1
+        circuit = circuits[self._closed % len(circuits)]
+        self._closed += 1
         wanted = {name: circuit[name] for name in ("upstream", "model", "path")}
         self.work.append(lambda operator: operator.act("close", **wanted))
 
@@ -8592,48 +7933,37 @@ def stepped(name: str, value: Any, direction: int) -> str | None:
     stand for a value of their own, like `none` and `auto`, come before the first number.
     """
     meta = SETTINGS[name].metadata
-    words, choices = list(meta["also"]), getattr(meta["parse"], "choices", None)
-    if choices:
-        return cast(str, choices[(choices.index(value) + direction) % len(choices)])
-    if meta["many"] or meta["parse"] in (str, parse_text):
+    words, parse = list(meta["also"]), meta["parse"]
+    if choices := getattr(parse, "choices", ()):
+        return str(choices[(choices.index(value) + direction) % len(choices)])
+    if meta["many"] or parse in (str, parse_text):
         return None
-    shown = next((word for word, v in meta["also"].items() if v == value), None)
-    if shown is not None:
-        place = words.index(shown) + direction
-        if place < 0:
-            return str(shown)
-        first = {"tokens": "10000", "requests": "10", "calls": "10"}.get(meta["unit"], "1")
-        return str(words[place]) if place < len(words) else first
+    for place, word in enumerate(words):
+        if meta["also"][word] == value:
+            first = {"tokens": "10000", "requests": "10", "calls": "10"}.get(meta["unit"], "1")
+            return str([*words, first][max(0, place + direction)])
     number = float(value)
-    if meta["parse"] in (parse_count, parse_count_or_zero):
-        digit = max(1, 10 ** (len(str(int(number))) - 2))
-        number += direction * digit
-        if direction < 0 and len(str(int(number + digit))) > len(str(max(0, int(number)))):
-            number = number + digit - max(1, digit // 10)
-    elif meta["parse"] is parse_size:
+    if parse in (parse_count, parse_count_or_zero):
+        digits = len(str(int(number) - (direction < 0)))
+        number += direction * max(1, 10 ** (digits - 2))
+    elif parse is parse_size:
         number = number * 2 if direction > 0 else number // 2
-    elif meta["parse"] is parse_share:
+    elif parse is parse_share:
         number = min(round(number + 0.05 * direction, 2), 1.0)
     else:
-        number = next_125(number, direction)
-    lowest = 1.0 if meta["parse"] is parse_count else 0.0
-    if number < lowest or (number == 0 and meta["parse"] is not parse_count_or_zero):
-        return str(words[-1]) if words else None
+        series = [round(m * 10.0**e, 10) for e in range(-3, 7) for m in (1, 2, 5)]
+        above = (n for n in series if n > number * 1.0001)
+        below = (n for n in reversed(series) if n < number * 0.9999)
+        number = next(above, number) if direction > 0 else next(below, 0.0)
+    if number < 0 or (number == 0 and parse is not parse_count_or_zero):
+        return words[-1] if words else None
     return f"{number:.12g}"
 
 
-def next_125(value: float, direction: int) -> float:
-    """The neighbour of a value in 0.01, 0.02, 0.05, 0.1 and so on."""
-    series = [round(m * 10.0**e, 10) for e in range(-3, 7) for m in (1, 2, 5)]
-    if direction > 0:
-        return next((n for n in series if n > value * 1.0001), value)
-    return next((n for n in reversed(series) if n < value * 0.9999), 0.0)
-
-
 _KEYS = {
-    "\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left", "\x1bOA": "up",
-    "\x1bOB": "down", "\x1bOC": "right", "\x1bOD": "left", "\r": "enter", "\n": "enter",
-    "\x7f": "backspace", "\x08": "backspace", "\x1b": "esc",
+    **{f"\x1b{mark}{letter}": name for mark in "[O" for letter, name in
+       zip("ABCD", ("up", "down", "right", "left"), strict=True)},
+    "\r": "enter", "\n": "enter", "\x7f": "backspace", "\x08": "backspace", "\x1b": "esc",
 }  # fmt: skip
 
 
@@ -8647,17 +7977,14 @@ def split_keys(data: str) -> list[str]:
 @contextlib.contextmanager
 def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
     """Give every key to `press` while the body runs; False where there is no keyboard to read."""
-    try:
-        import termios
-        import tty
-    except ImportError:  # Windows
-        yield False
-        return
     before: list[Any] | None = None
-    with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):
+    with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):
+        import termios  # not on Windows
+        import tty
+
         fd = sys.stdin.fileno()
-        before = termios.tcgetattr(fd)
-        with contextlib.suppress(OSError):  # it does not control us
+        with contextlib.suppress(termios.error):
+            before = termios.tcgetattr(fd)
             if os.tcgetpgrp(fd) != os.getpgrp():  # in the background reading would stop us
                 before = None
     if before is None:
@@ -8666,10 +7993,9 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        try:
+        data = b""
+        with contextlib.suppress(OSError):
             data = os.read(fd, 1024)
-        except OSError:
-            data = b""
         if not data:  # the terminal is gone
             loop.remove_reader(fd)
         for key in split_keys(data.decode("utf-8", "ignore")):
@@ -8691,7 +8017,7 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
 
 
 async def live_table(
-    operator: Operator, url: str, console: Console, on_quit: Callable[[], None] = lambda: None
+    operator: Operator, url: str, console: Console, on_quit: Callable[[], None]
 ) -> None:
     """Draw until cancelled: at most 4 times a second, once a second when nothing moves.
 
@@ -8699,7 +8025,7 @@ async def live_table(
     """
     from rich.live import Live
 
-    board, pressed = Board(), asyncio.Event()
+    board, pressed = Board(has_keys=False), asyncio.Event()
 
     def press(key: str) -> None:
         if board.is_over:  # once is enough: a second signal would end what drains
@@ -8710,7 +8036,6 @@ async def live_table(
         if board.is_over:
             on_quit()
 
-    loop = asyncio.get_running_loop()
     drawn: tuple[Any, ...] = ()
     drawing: asyncio.Future[None] | None = None
     screen = Live(console=console, screen=True, auto_refresh=False)
@@ -8718,7 +8043,10 @@ async def live_table(
         try:
             while True:
                 while board.work:
-                    board.note = await _done(board.work.popleft()(operator))
+                    try:
+                        board.note = await board.work.popleft()(operator)
+                    except (ConfigError, CannotError) as error:
+                        board.note = str(error)
                 now = (int(time.monotonic()), operator.moved(), console.size, pressed.is_set())
                 if now != drawn:
                     pressed.clear()
@@ -8727,7 +8055,7 @@ async def live_table(
                     board.see(status, time.monotonic())
                     view = render(status, url, *console.size, board)
                     draw = functools.partial(live.update, view, refresh=True)
-                    drawing = loop.run_in_executor(None, draw)
+                    drawing = asyncio.get_running_loop().run_in_executor(None, draw)
                     await asyncio.shield(drawing)
                 with contextlib.suppress(TimeoutError):  # wait_for may swallow a cancellation
                     async with asyncio.timeout(0.25):
@@ -8735,14 +8063,6 @@ async def live_table(
         finally:  # nothing may be drawn after the screen is given back
             if drawing is not None:
                 await asyncio.wait([drawing], timeout=1.0)
-
-
-async def _done(work: Awaitable[str]) -> str:
-    """What came of an operator's wish."""
-    try:
-        return await work
-    except (ConfigError, RemoteError) as error:
-        return str(error)
 
 
 class _MessageHandler(logging.Handler):
@@ -8766,11 +8086,15 @@ def messages_below() -> Iterator[None]:
 ###############################################################################
 # Mock
 ###############################################################################
-# Rule: a provider to try things on. Speaks to whoever asks; shares only Wire and Server with us.
+# Rule: a provider to try things on. Speaks to whoever asks; shares only Wire and Callers with us.
 
 MODES = ("ok", "503", "500", "429", "hang", "reset", "truncate", "slow", "loading")
-_MOCK_KEYS = "an object of mode, health, latency, rpm, tpm, reset"
+_MOCK_NUMBERS = ("latency", "rpm", "tpm")
 _TEXT = "This is answer number {} of the mock provider ."
+_MOCK_FACTS: dict[str, dict[str, Any]] = {
+    "/v1/models": {"object": "list", "data": [{"id": "mock", "object": "model"}]},
+    "/props": {"total_slots": 16, "model_path": "mock.gguf"},
+}
 
 
 class Mock:
@@ -8780,27 +8104,28 @@ class Mock:
     over a sliding minute.
     """
 
-    def __init__(self, latency_s: float = 0.0, clock: Clock = time.monotonic) -> None:
+    def __init__(self, latency_s: float = 0.0) -> None:
         self.latency_s = latency_s
-        self.mode = "ok"
-        self.health = ""  # a mode of its own for /health; empty follows `mode`
+        self.mode, self.health = "ok", ""  # one of its own for /health; empty follows `mode`
         self.calls = self.rpm = self.tpm = 0
-        self._clock = clock
         self._spent: deque[tuple[float, int]] = deque()
 
     async def handle(self, message: Any, payload: Any, reply: Reply) -> None:
         request = Request(message)
         body, path = await Upload(request, payload, reply, FLIGHT_BYTES).whole(), request.path
+        doc = parse_json(body)
         if path == "/_mock":
-            self._control(request.method, body, reply)
+            if request.method == "POST" and not self._set(doc or {"not": "an object"}):
+                wants = f"wants an object of mode, health, {', '.join(_MOCK_NUMBERS)}, reset"
+                _say(reply, {"error": f"{wants}; modes: {', '.join(MODES)}"}, 400)
+            else:
+                _say(reply, {"calls": self.calls, "mode": self.mode})
         elif path in ("/health", "/v1/health"):
             await self._answer(reply, self.health or self.mode, {"status": "ok"}, None)
         elif request.method == "GET" and path in _MOCK_FACTS:
             _say(reply, _MOCK_FACTS[path])
-        elif request.route is None:
-            _mock_error(reply, 404)
-        elif (doc := parse_json(body)) is None:
-            _mock_error(reply, 400)
+        elif request.route is None or doc is None:
+            _mock_error(reply, 404 if request.route is None else 400)
         else:
             await self._call(request.name, doc, reply)
 
@@ -8817,34 +8142,27 @@ class Mock:
         plain, events = _mock_answer(route, doc, words, prompt_tokens)
         await self._answer(reply, self.mode, plain, events if doc.get("stream") else None)
 
-    def _control(self, method: str, body: bytes, reply: Reply) -> None:
-        if method == "POST":
-            try:
-                self._set(**json.loads(body))
-            except (TypeError, ValueError):
-                _say(reply, {"error": f"wants {_MOCK_KEYS}; modes: {', '.join(MODES)}"}, 400)
-                return
-        _say(reply, {"calls": self.calls, "mode": self.mode})
-
-    def _set(
-        self, *, mode: str = "", health: str | None = None, latency: float | None = None,
-        rpm: int | None = None, tpm: int | None = None, reset: bool = False,
-    ) -> None:  # fmt: skip
-        numbers = [0.0 if n is None else float(n) for n in (latency, rpm, tpm)]
-        if (mode or "ok") not in MODES or (health or "ok") not in MODES or min(numbers) < 0:
-            raise ValueError
-        self.mode = mode or self.mode
-        self.health = self.health if health is None else health
-        self.latency_s = self.latency_s if latency is None else numbers[0]
-        self.rpm = self.rpm if rpm is None else int(rpm)
-        self.tpm = self.tpm if tpm is None else int(tpm)
-        if reset:
+    def _set(self, wanted: Mapping[str, Any]) -> bool:
+        """Change what is named; False, and nothing, where one of it cannot be."""
+        numbers = {name: wanted[name] for name in _MOCK_NUMBERS if name in wanted}
+        modes = {name: wanted[name] for name in ("mode", "health") if name in wanted}
+        are_known = wanted.keys() <= {*numbers, *modes, "reset"}
+        are_modes = all(mode in (*MODES, "") for mode in modes.values())
+        if not are_known or not are_modes or not all(
+            type(n) in (int, float) and 0 <= n < 1e9 for n in numbers.values()
+        ):  # fmt: skip
+            return False
+        self.mode, self.health = modes.get("mode") or self.mode, modes.get("health", self.health)
+        self.latency_s = float(numbers.get("latency", self.latency_s))
+        self.rpm, self.tpm = (int(numbers.get(n, getattr(self, n))) for n in ("rpm", "tpm"))
+        if wanted.get("reset"):
             self.calls = 0
             self._spent.clear()
+        return True
 
     def _over_limit(self, tokens: int) -> float:
         """Seconds until the limits would let the call in; 0 where they do."""
-        now = self._clock()
+        now = time.monotonic()
         while self._spent and self._spent[0][0] <= now - 60:
             self._spent.popleft()
         used = sum(spent for _, spent in self._spent)
@@ -8858,21 +8176,17 @@ class Mock:
         self, reply: Reply, mode: str, plain: dict[str, Any], events: list[bytes] | None
     ) -> None:
         """One answer in a mode. A health answer is never late, cut or slow."""
-        is_call = plain != {"status": "ok"}
-        if mode == "hang":
-            while (self.mode if is_call else self.health or self.mode) == "hang":
-                await asyncio.sleep(0.05)
-            reply.abort()
-            return
-        if is_call:
-            await asyncio.sleep(self.latency_s)
-        transport = reply.conn.transport
+        is_call, transport = plain != {"status": "ok"}, reply.conn.transport
+        while mode == "hang" and mode == (self.mode if is_call else self.health or self.mode):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(self.latency_s if is_call and mode != "hang" else 0)
         if mode in ("500", "503", "429", "loading"):
             _mock_error(reply, 503 if mode == "loading" else int(mode), 1, mode)
-        elif mode == "reset" and transport is not None:
-            linger = struct.pack("ii", 1, 0)  # close with RST
-            sock = transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        elif mode in ("hang", "reset") or transport is None:
+            if mode == "reset" and transport is not None:  # close with RST
+                linger = struct.pack("ii", 1, 0)
+                sock = transport.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             reply.abort()
         elif events:
             await self._send(reply, "text/event-stream", mode, events)
@@ -8896,12 +8210,6 @@ class Mock:
         reply.end()
 
 
-_MOCK_FACTS: dict[str, dict[str, Any]] = {
-    "/v1/models": {"object": "list", "data": [{"id": "mock", "object": "model"}]},
-    "/props": {"total_slots": 16, "model_path": "mock.gguf"},
-}
-
-
 def _say(reply: Reply, doc: Any, status: int = 200, more: bytes = b"") -> None:
     reply.document(status, json.dumps(doc).encode(), more)
 
@@ -8914,21 +8222,48 @@ def _mock_error(reply: Reply, status: int, wait_s: float = 1.0, mode: str = "") 
     _say(reply, {"error": error}, status, more)
 
 
-def _event(doc: dict[str, Any]) -> bytes:
-    name = f"event: {doc['type']}\n" if "type" in doc else ""
-    return f"{name}data: {json.dumps(doc)}\n\n".encode()
-
-
 def _mock_answer(
     route: str, doc: Mapping[str, Any], words: list[str], prompt_tokens: int
 ) -> tuple[dict[str, Any], list[bytes]]:
     """The same answer as a document and as the events of a stream."""
     text, model, count = " ".join(words), doc.get("model") or "mock", len(words)
-    if route in ("chat/completions", "completions"):
-        return _mock_openai(route, doc, words, prompt_tokens)
-    if route == "messages":
-        return _mock_anthropic(model, words, prompt_tokens)
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count,
+             "total_tokens": prompt_tokens + count}  # fmt: skip
     tokens: dict[str, Any] = {"input_tokens": prompt_tokens, "output_tokens": count}
+    if route in ("chat/completions", "completions"):
+        is_chat = route == "chat/completions"
+        kind = "chat.completion" if is_chat else "text_completion"
+        base = {"id": "mock-1", "object": kind, "created": 0, "model": model}
+        said: Any = {"message": {"role": "assistant", "content": text}} if is_chat else {
+            "text": text}  # fmt: skip
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": "stop"}
+        chunk = {**base, "object": kind + ".chunk"} if is_chat else base
+        events = []
+        for word in [*words, ""]:
+            piece = f"{word} " if word else ""
+            said = {"delta": {"content": piece} if word else {}} if is_chat else {"text": piece}
+            ends = {"index": 0, **said, "finish_reason": None if word else "stop"}
+            events.append(event_of({**chunk, "choices": [ends]}))
+        events += [event_of({**chunk, "choices": [], "usage": usage})] * reports_usage(doc)
+        return {**base, "choices": [choice], "usage": usage}, [*events, b"data: [DONE]\n\n"]
+    if route == "messages":
+        ending = {"stop_reason": "end_turn", "stop_sequence": None}
+        said = [{"type": "text", "text": text}]
+        plain = {"id": "msg_mock", "type": "message", "role": "assistant", "model": model,
+                 "content": said, **ending, "usage": tokens}  # fmt: skip
+        begun: dict[str, Any] = {"content": [], "stop_reason": None}
+        begun["usage"] = {**tokens, "output_tokens": 1}
+        delta = {"type": "content_block_delta", "index": 0}
+        block = {"type": "text", "text": ""}
+        docs: list[dict[str, Any]] = [
+            {"type": "message_start", "message": {**plain, **begun}},
+            {"type": "content_block_start", "index": 0, "content_block": block},
+            *({**delta, "delta": {"type": "text_delta", "text": f"{word} "}} for word in words),
+            {"type": "content_block_stop", "index": 0},
+            {"type": "message_delta", "delta": ending, "usage": {"output_tokens": count}},
+            {"type": "message_stop"},
+        ]
+        return plain, [event_of(doc) for doc in docs]
     if route == "responses":
         part = {"type": "output_text", "text": text, "annotations": []}
         output = {"type": "message", "id": "msg_mock", "role": "assistant", "status": "completed",
@@ -8937,8 +8272,8 @@ def _mock_answer(
                  "status": "completed", "output": [output], "usage": tokens}  # fmt: skip
         delta = {"type": "response.output_text.delta", "item_id": "msg_mock", "output_index": 0,
                  "content_index": 0}  # fmt: skip
-        deltas = [_event({**delta, "delta": f"{word} "}) for word in words]
-        return plain, [*deltas, _event({"type": "response.completed", "response": plain})]
+        deltas = [event_of({**delta, "delta": f"{word} "}) for word in words]
+        return plain, [*deltas, event_of({"type": "response.completed", "response": plain})]
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     if route in ("embeddings", "embedding"):
         data = [{"object": "embedding", "index": 0, "embedding": [0.1, 0.2, 0.3]}]
@@ -8947,70 +8282,14 @@ def _mock_answer(
         return {"results": [{"index": 0, "relevance_score": 1.0}], "usage": usage}, []
     plain = {"content": text, "stop": True, "model": model, "tokens_evaluated": prompt_tokens,
              "tokens_predicted": count}  # fmt: skip
-    return plain, [
-        *(_event({"content": f"{word} ", "stop": False}) for word in words),
-        _event({**plain, "content": ""}),
-    ]
-
-
-def _mock_openai(
-    route: str, doc: Mapping[str, Any], words: list[str], prompt_tokens: int
-) -> tuple[dict[str, Any], list[bytes]]:
-    is_chat, text = route == "chat/completions", " ".join(words)
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(words),
-             "total_tokens": prompt_tokens + len(words)}  # fmt: skip
-    kind = "chat.completion" if is_chat else "text_completion"
-    base = {"id": "mock-1", "object": kind, "created": 0, "model": doc.get("model") or "mock"}
-    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    choice = {"index": 0, **said, "logprobs": None, "finish_reason": "stop"}
-    chunk = {**base, "object": kind + ".chunk"} if is_chat else base
-
-    def event(text: str, finish: str | None = None) -> bytes:
-        said = {"delta": {"content": text} if text else {}} if is_chat else {"text": text}
-        return _event({**chunk, "choices": [{"index": 0, **said, "finish_reason": finish}]})
-
-    events = [*(event(f"{word} ") for word in words), event("", "stop")]
-    if reports_usage(doc):
-        events.append(_event({**chunk, "choices": [], "usage": usage}))
-    return {**base, "choices": [choice], "usage": usage}, [*events, b"data: [DONE]\n\n"]
-
-
-def _mock_anthropic(
-    model: str, words: list[str], prompt_tokens: int
-) -> tuple[dict[str, Any], list[bytes]]:
-    usage = {"input_tokens": prompt_tokens, "output_tokens": len(words)}
-    ending = {"stop_reason": "end_turn", "stop_sequence": None}
-    plain = {"id": "msg_mock", "type": "message", "role": "assistant", "model": model,
-             "content": [{"type": "text", "text": " ".join(words)}], **ending,
-             "usage": usage}  # fmt: skip
-    begun = {**plain, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 1}}
-    block = {"type": "text", "text": ""}
-    delta = {"type": "content_block_delta", "index": 0}
-    docs: list[dict[str, Any]] = [
-        {"type": "message_start", "message": begun},
-        {"type": "content_block_start", "index": 0, "content_block": block},
-        *({**delta, "delta": {"type": "text_delta", "text": f"{word} "}} for word in words),
-        {"type": "content_block_stop", "index": 0},
-        {"type": "message_delta", "delta": ending, "usage": {"output_tokens": len(words)}},
-        {"type": "message_stop"},
-    ]
-    return plain, [_event(doc) for doc in docs]
+    deltas = [event_of({"content": f"{word} ", "stop": False}) for word in words]
+    return plain, [*deltas, event_of({**plain, "content": ""})]
 
 
 ###############################################################################
 # Server
 ###############################################################################
 # Rule: sockets, signals, the event loop. Knows nothing of flags.
-
-
-class _OneLine(logging.Formatter):
-    """No traceback: other libraries' might quote secrets."""
-
-    def formatException(self, ei: Any) -> str:
-        return ""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return " ".join(super().format(record).split("\n")).rstrip()
 
 
 class StderrLog(logging.Handler):
@@ -9023,33 +8302,32 @@ class StderrLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(_OneLine("%(message)s"))
-        self.is_json = False
-        self.is_journal = _is_journal()
-        self._last, self._last_unix, self._repeats = "", 0.0, 0
+        self.is_json = self.is_journal = False
+        with contextlib.suppress(OSError):  # systemd's journal has times and levels of its own
+            found = os.fstat(2)
+            self.is_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+        self._last: tuple[str, float] = "", 0.0
+        self._repeats = self._dropped = 0
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._dropped = 0
         self._is_writing = False
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        if text == self._last and record.created - self._last_unix < 1.0:
+        """One line, and no traceback: other libraries' might quote secrets."""
+        text, (last, last_unix) = " ".join(record.getMessage().split("\n")), self._last
+        if text == last and record.created - last_unix < 1.0:
             self._repeats += 1  # asyncio says a thousand times a second that no descriptor is free
             return
-        if self._repeats:
-            self._put(record, f"{self._last} ({self._repeats} times more)")
-        self._last, self._last_unix, self._repeats = text, record.created, 0
-        self._put(record, text)
-
-    def _put(self, record: logging.LogRecord, text: str) -> None:
-        if self.is_json:
-            doc = {"time_unix": record.created, "level": record.levelname.lower(), "message": text}
-            self.put(json.dumps(doc))
-        elif self.is_journal:  # sd-daemon(3): the journal takes the level from here
-            self.put(f"<{4 if record.levelno < logging.ERROR else 3}>{text}")
-        else:
-            self.put(f"llmproxy: {text}")
+        repeated = [f"{last} ({self._repeats} times more)"] if self._repeats else []
+        self._last, self._repeats = (text, record.created), 0
+        for line in [*repeated, text]:
+            if self.is_json:
+                level = record.levelname.lower()
+                doc = {"time_unix": record.created, "level": level, "message": line}
+                self.put(json.dumps(doc))
+            else:  # sd-daemon(3): the journal takes the level from here
+                mark = f"<{4 if record.levelno < logging.ERROR else 3}>"
+                self.put((mark if self.is_journal else "llmproxy: ") + line)
 
     def put(self, line: str) -> None:
         if self._thread is None:
@@ -9078,21 +8356,12 @@ class StderrLog(logging.Handler):
             self._is_writing = False
 
 
-def _is_journal() -> bool:
-    """Whether stderr goes to systemd's journal, which has times and levels of its own."""
-    with contextlib.suppress(OSError):
-        found = os.fstat(2)
-        return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
-    return False
-
-
 stderr_log = StderrLog()
 
 
 def notify(*lines: str) -> None:
     """Tell a service manager (sd_notify(3)); nothing where there is none."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
+    if not (address := os.environ.get("NOTIFY_SOCKET", "")):
         return
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -9106,18 +8375,13 @@ def notify(*lines: str) -> None:
 async def keep_notifying() -> None:
     """Where systemd watches us (WatchdogSec), say twice in its time that we live."""
     text = os.environ.get("WATCHDOG_USEC", "")
-    every_s = int(text) / 2e6 if re.fullmatch(r"\d{1,15}", text, re.ASCII) else 0.0
-    while every_s > 0:
+    while text.isdecimal() and (every_s := int(text) / 2e6) > 0:
         notify("WATCHDOG=1")
         await asyncio.sleep(every_s)
 
 
 class Daemon:
-    """A gateway that listens. `async with` starts and stops it.
-
-    Raises on entry:
-        ListenError: nothing was started.
-    """
+    """A gateway that listens. `async with` starts and stops it; raises CannotError on entry."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -9125,26 +8389,23 @@ class Daemon:
         self.url = ""
 
     async def __aenter__(self) -> Daemon:
+        settings, rules = self.settings, self.settings.upstreams
         async with contextlib.AsyncExitStack() as stack:
-            settings = self.settings
-            rules = settings.upstreams
-            if "mock:" in (settings.upstream if not rules else "", *(rule.url for rule in rules)):
+            if "mock:" in ([rule.url for rule in rules] or [settings.upstream]):
                 self.mock = Mock(latency_s=1.5)
-                address = await stack.enter_async_context(
-                    listening(self.mock.handle, "127.0.0.1", 0)
-                )
+                served = listening(self.mock.handle, "127.0.0.1", 0)
+                address = await stack.enter_async_context(served)
                 settings.upstream = settings.upstream.replace("mock:", address)
                 for rule in rules:
                     rule.url = rule.url.replace("mock:", address)
             check_open(settings)
-            for base in [rule.url for rule in rules] or [settings.upstream]:
-                if URL(base).port == settings.port and is_loopback(URL(base).host or ""):
-                    if is_loopback(settings.host):
-                        raise ConfigError(f"the upstream {base} is this proxy itself")
+            for url in map(URL, [rule.url for rule in rules] or [settings.upstream]):
+                is_ours = url.port == settings.port and is_loopback(url.host or "")
+                if is_ours and is_loopback(settings.host):
+                    raise ConfigError(f"the upstream {url} is this proxy itself")
             self.gateway = Gateway(settings)
-            self.url = await stack.enter_async_context(
-                listening(self.gateway.handle, settings.host, settings.port)
-            )
+            served = listening(self.gateway.handle, settings.host, settings.port)
+            self.url = await stack.enter_async_context(served)
             await self.gateway.start()
             stack.push_async_callback(self.gateway.close)
             self._stack = stack.pop_all()
@@ -9163,7 +8424,38 @@ async def run(settings: Settings, console: Console | None) -> int:
         loop.add_signal_handler(number, signals.put_nowait, number)
     stderr_log.is_json = settings.log == "json"
     async with Daemon(settings) as daemon:
-        return await _run(daemon, console, signals)
+        gateway = daemon.gateway
+
+        def hang_up() -> None:
+            if console is not None and not sys.stdout.isatty():  # the terminal has gone
+                signals.put_nowait(signal.SIGTERM)
+            else:
+                reload(gateway.control)
+
+        if hasattr(signal, "SIGHUP"):
+            loop.add_signal_handler(signal.SIGHUP, hang_up)
+        if console is None:
+            targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
+            print(f"llmproxy {__version__} on {daemon.url} -> {targets}", flush=True)
+        if not is_loopback(settings.host) and not settings.clients:
+            log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
+        notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {daemon.url}")
+        living = asyncio.create_task(keep_notifying())
+        quits = functools.partial(signals.put_nowait, signal.SIGINT)
+        async with showing(gateway, daemon.url, console, quits):
+            await signals.get()
+            gateway.fold()
+            notify("STOPPING=1")
+            log.warning("draining: calls in flight finish, new ones get 503; again to end now")
+            draining = asyncio.ensure_future(gateway.drain())
+            second = asyncio.ensure_future(signals.get())
+            await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
+            is_second = second.done()
+            for task in (draining, second, living):
+                task.cancel()
+            if is_second or not draining.result():
+                log.warning("ended with calls in flight")
+        return int(is_second)
 
 
 def raise_file_limit() -> None:
@@ -9177,54 +8469,6 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-async def _run(daemon: Daemon, console: Console | None, signals: asyncio.Queue[int]) -> int:
-    loop, gateway, settings = asyncio.get_running_loop(), daemon.gateway, daemon.settings
-
-    def hang_up() -> None:
-        if console is not None and not sys.stdout.isatty():  # the terminal has gone
-            signals.put_nowait(signal.SIGTERM)
-        else:
-            reload(gateway.control)
-
-    if hasattr(signal, "SIGHUP"):
-        loop.add_signal_handler(signal.SIGHUP, hang_up)
-    if console is None:
-        targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
-        print(f"llmproxy {__version__} on {daemon.url} -> {targets}", flush=True)
-    if not is_loopback(settings.host) and not settings.clients:
-        log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
-    quits = functools.partial(signals.put_nowait, signal.SIGINT)
-    notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {daemon.url}")
-    living = asyncio.create_task(keep_notifying())
-    try:
-        is_second = await _serve(daemon, console, signals, quits)
-    finally:
-        living.cancel()
-    return 1 if is_second else 0
-
-
-async def _serve(
-    daemon: Daemon, console: Console | None, signals: asyncio.Queue[int],
-    quits: Callable[[], None],
-) -> bool:  # fmt: skip
-    """Until a signal comes, then drain; True where a second one did not want to wait for that."""
-    gateway = daemon.gateway
-    async with showing(gateway, daemon.url, console, quits):
-        await signals.get()
-        gateway.fold()
-        notify("STOPPING=1")
-        log.warning("draining: calls in flight finish, new ones get 503; again to end now")
-        draining = asyncio.ensure_future(gateway.drain())
-        second = asyncio.ensure_future(signals.get())
-        await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
-        is_second = second.done()
-        for task in (draining, second):
-            task.cancel()
-        if is_second or not draining.result():
-            log.warning("ended with calls in flight")
-    return is_second
-
-
 def reload(control: Control) -> None:
     """On SIGHUP. A bad file changes nothing."""
     notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
@@ -9235,29 +8479,26 @@ def reload(control: Control) -> None:
     notify("READY=1")
 
 
-async def daemon_table(
-    gateway: Gateway, url: str, console: Console, on_quit: Callable[[], None]
-) -> None:
-    """The live table; where it breaks, the log goes on."""
-    try:
-        with messages_below():
-            await live_table(Operator(gateway), url, console, on_quit)
-    except Exception as error:
-        log.error("the live table broke: %s", fault_lines(error))
-        gateway.on_call = functools.partial(log_call, gateway.settings)
-
-
 @contextlib.asynccontextmanager
 async def showing(
-    gateway: Gateway, url: str, console: Console | None,
-    on_quit: Callable[[], None] = lambda: None,
-) -> AsyncIterator[None]:  # fmt: skip
+    gateway: Gateway, url: str, console: Console | None, on_quit: Callable[[], None]
+) -> AsyncIterator[None]:
     """The live table while the body runs, or else one log line a call."""
+    log_calls = functools.partial(log_call, gateway.settings)
+
+    async def show(console: Console) -> None:
+        try:
+            with messages_below():
+                await live_table(Operator(gateway), url, console, on_quit)
+        except Exception as error:  # the log goes on
+            log.error("the live table broke: %s", fault_lines(error))
+            gateway.on_call = log_calls
+
     if console is None:
-        gateway.on_call = functools.partial(log_call, gateway.settings)
+        gateway.on_call = log_calls
         yield
         return
-    task = asyncio.create_task(daemon_table(gateway, url, console, on_quit))
+    task = asyncio.create_task(show(console))
     try:
         yield
     finally:
@@ -9279,6 +8520,17 @@ def log_call(settings: Settings, record: Record) -> None:
 # Rule: a client like any other; measures a proxy and what stands behind it side by side. Bounded
 # in calls and in time.
 
+SCENARIOS = {
+    "herd": "200 identical calls at once",
+    "distinct": "20 different calls at once",
+    "overhead": "200 calls in turn, then 16 at a time for 2 s",
+    "gate": "100 different calls at once, 60 a minute allowed (--rpm 60, --queue-timeout 90)",
+    "outage": "a call every 0.25 s: 15 s well, 60 s of 503, 15 s well",
+    "hang": "the same, silent instead of 503",
+}
+FAULTS = ("outage", "hang", "gate")  # these need a provider that fails when it is told
+QUIET = (aiohttp.ClientError, OSError, ValueError, KeyError)  # a provider that is no mock
+
 
 class Scene:
     """Calls made to one address, how many reached the provider, and what came of them."""
@@ -9286,18 +8538,15 @@ class Scene:
     limit_s = 40.0  # what a caller waits for one answer
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, name: str, model: str = "bench"
-    ) -> None:
+        self, session: aiohttp.ClientSession, url: str, name: str, model: str = "bench",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self._session, self.url, self.name, self._model = session, url, name, model
+        self._headers = headers or {}
         self.made = self.reached = 0
         self.outcomes = Counter[str]()  # by status, or kind of failure
         self.times_s: list[float] = []
         self.note = ""
-        self.headers: dict[str, str] = {}
-
-    @property
-    def answered(self) -> int:
-        return self.outcomes["200"]
 
     async def ask(self, prompt: str) -> int:
         """One call; its status, 0 where there was none."""
@@ -9305,12 +8554,11 @@ class Scene:
         began_at, status, kind = time.monotonic(), 0, ""
         message = {"role": "user", "content": prompt}
         body = {"model": self._model, "messages": [message], "max_tokens": 16}
+        url = f"{self.url}/v1/chat/completions"
         try:
             async with (
                 asyncio.timeout(self.limit_s),
-                self._session.post(
-                    f"{self.url}/v1/chat/completions", json=body, headers=self.headers
-                ) as response,
+                self._session.post(url, json=body, headers=self._headers) as response,
             ):
                 await response.read()
                 status = response.status
@@ -9324,102 +8572,114 @@ class Scene:
         await asyncio.gather(*map(self.ask, prompts))
 
     async def phases(
-        self, mock: MockControl, mode: str, times_s: tuple[float, float, float], every_s: float
-    ) -> None:
-        """A call every `every_s`: well, in a fault mode, well again."""
-        async with asyncio.TaskGroup() as calls:  # which ends them too where time is up
-            await self._phases(calls, mock, mode, times_s, every_s)
-
-    async def _phases(
-        self, calls: asyncio.TaskGroup, mock: MockControl, mode: str,
+        self, change: Callable[[str], Awaitable[Any]], mode: str,
         times_s: tuple[float, float, float], every_s: float,
     ) -> None:  # fmt: skip
+        """A call every `every_s`: well, in a fault mode, well again."""
         well_s, down_s, again_s = times_s
-        await mock.set(mode="ok", latency=0.1)
-        began_at, count = time.monotonic(), 0
-        state, well_at = "ok", 0.0
-        while (elapsed_s := time.monotonic() - began_at) < well_s + down_s + again_s:
-            wanted = mode if well_s <= elapsed_s < well_s + down_s else "ok"
-            if wanted != state:
-                await mock.set(mode=wanted)
-                state, well_at = wanted, time.monotonic()
-            call = calls.create_task(self.ask(f"{self.name} {count} {began_at}"))
-            if state == "ok" and well_at and not self.note:
-                call.add_done_callback(functools.partial(self._recovered, well_at))
-            count += 1
-            await asyncio.sleep(every_s)
+        began_at, state, well_at = time.monotonic(), "ok", 0.0
 
-    def _recovered(self, well_at: float, call: asyncio.Task[int]) -> None:
-        if not self.note and not call.cancelled() and call.result() == 200:
-            self.note = f"well after {time.monotonic() - well_at:.1f} s"
+        def ended(call: asyncio.Task[int]) -> None:
+            if well_at and not self.note and not call.cancelled() and call.result() == 200:
+                self.note = f"well after {time.monotonic() - well_at:.1f} s"
+
+        async with asyncio.TaskGroup() as calls:  # which ends them too where time is up
+            while (elapsed_s := time.monotonic() - began_at) < well_s + down_s + again_s:
+                wanted = mode if well_s <= elapsed_s < well_s + down_s else "ok"
+                if wanted != state:
+                    await change(wanted)
+                    state, well_at = wanted, time.monotonic() if wanted == "ok" else 0.0
+                call = calls.create_task(self.ask(f"{self.name} {self.made} {began_at}"))
+                if well_at:
+                    call.add_done_callback(ended)
+                await asyncio.sleep(every_s)
 
     def shown(self) -> dict[str, Any]:
         errors = {kind: n for kind, n in self.outcomes.items() if kind != "200" and n}
-        p50, p95, p99 = (round(percentile(self.times_s, n) * 1000, 1) for n in (0.5, 0.95, 0.99))
+        times = {
+            f"p{n}_ms": round(percentile(self.times_s, n / 100) * 1000, 1) for n in (50, 95, 99)
+        }
         return {
             "side": self.name, "calls": self.made, "reached": self.reached,
-            "errors": sum(errors.values()), "kinds": errors, "p50_ms": p50, "p95_ms": p95,
-            "p99_ms": p99, "note": self.note,
+            "errors": sum(errors.values()), "kinds": errors, **times, "note": self.note,
         }  # fmt: skip
-
-
-class MockControl:
-    """The mock provider behind a proxy: how many calls it got, and which way it is to fail."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session, self._url = session, url
-
-    async def set(self, **wanted: Any) -> int:
-        """Change it; returns its count of calls."""
-        async with self._session.post(f"{self._url}/_mock", json=wanted) as response:
-            return int((await response.json())["calls"])
-
-    async def is_there(self) -> bool:
-        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, KeyError):
-            async with self._session.get(f"{self._url}/_mock") as response:
-                return response.status == 200 and "mode" in await response.json()
-        return False
-
-
-SCENARIOS = {
-    "herd": "200 identical calls at once",
-    "distinct": "20 different calls at once",
-    "overhead": "200 calls in turn, then 16 at a time for 2 s",
-    "gate": "100 different calls at once, 60 a minute allowed (--rpm 60, --queue-timeout 90)",
-    "outage": "a call every 0.25 s: 15 s well, 60 s of 503, 15 s well",
-    "hang": "the same, silent instead of 503",
-}
-FAULTS = ("outage", "hang", "gate")  # these need a provider that fails when it is told
 
 
 class Bench:
     """Runs scenarios against a proxy and, side by side, against its upstream."""
 
-    def __init__(self, session: aiohttp.ClientSession, proxy: str, upstream: str) -> None:
-        self._session = session
+    speed, model, has_mock = 1.0, "bench", False
+    headers: Mapping[str, str] = {}
+
+    def __init__(
+        self, session: aiohttp.ClientSession, proxy: str, upstream: str, settings: dict[str, Any]
+    ) -> None:
+        self._session, self._settings = session, settings
         self.sides = {"proxied": proxy, "direct": upstream}
-        self.mock = MockControl(session, upstream)
-        self.has_mock = False
-        self.speed = 1.0
-        self.model, self.headers = "bench", dict[str, str]()
         self.tune: Callable[[str], Any] = lambda scenario: None  # a proxy of our own, to fit it
         self.counted: Callable[[], int] = lambda: 0  # upstream calls, as the proxy counts them
-        self.scenes: list[Scene] = []  # of the scenario that runs
+        self._scenes: list[Scene] = []  # of the scenario that runs
         self._nonce = secrets.token_hex(4)  # nothing is answered from an earlier run
 
-    async def run(self, name: str, limit_s: float) -> dict[str, Any]:
+    async def mock(self, **wanted: Any) -> int:
+        """Tell the mock which way it is to behave; returns its count of calls."""
+        if not self.has_mock:
+            return 0
+        async with self._session.post(f"{self.sides['direct']}/_mock", json=wanted) as response:
+            return int((await response.json())["calls"])
+
+    async def meet(self) -> None:
+        """Find out whether the upstream is a mock."""
+        with contextlib.suppress(*QUIET):
+            async with self._session.get(f"{self.sides['direct']}/_mock") as response:
+                self.has_mock = response.status == 200 and "mode" in await response.json()
+
+    async def run_all(self, names: list[str], limit_s: float) -> dict[str, Any]:
+        """All scenarios, with live progress on a terminal; returns the record."""
+        from rich.console import Console
+
+        record: dict[str, Any] = {
+            "version": __version__, "began": datetime.now().astimezone().isoformat("T", "seconds"),
+            "python": sys.version.split()[0], "platform": sys.platform, "cpus": os.cpu_count(),
+            "speed": self.speed, "limit_s": limit_s, "model": self.model, **self.sides,
+            "has_mock": self.has_mock, "settings": self._settings, "scenarios": [],
+        }  # fmt: skip
+
+        async def tell(name: str, status: Any) -> None:
+            while True:
+                done = (f"{s.name} {len(s.times_s)} of {s.made} answered" for s in self._scenes)
+                status.update(f"{name}: {', '.join(done)}")
+                await asyncio.sleep(0.25)
+
+        for name in names:
+            with Console(stderr=True).status(name) as status:
+                teller = asyncio.create_task(tell(name, status))
+                try:
+                    record["scenarios"].append(await self._run(name, limit_s))
+                except asyncio.CancelledError:  # Ctrl-C: what is done is worth showing
+                    print("interrupted; these were done", file=sys.stderr)
+                    break
+                finally:
+                    teller.cancel()
+                    with contextlib.suppress(*QUIET):
+                        await self.mock(mode="ok", latency=0.0, rpm=0)
+        return record
+
+    def _scene(self, side: str) -> Scene:
+        scene = Scene(self._session, self.sides[side], side, self.model, self.headers)
+        self._scenes.append(scene)
+        return scene
+
+    async def _run(self, name: str, limit_s: float) -> dict[str, Any]:
         """One scenario on both sides."""
-        self.scenes = []
-        sides = []
+        self._scenes = []
         await self._ready()
-        self.scenes.clear()
+        self._scenes.clear()
         if name == "overhead":
-            sides = await self._overhead()
-        for side, url in self.sides.items() if name != "overhead" else ():
-            scene = self._scene(url, side)
-            before = await self.mock.set(mode="ok", rpm=0, reset=True) if self.has_mock else 0
-            counted = self.counted()
-            began_at = time.monotonic()
+            return {"scenario": name, "what": SCENARIOS[name], "sides": await self._overhead()}
+        for side in self.sides:
+            scene, began_at = self._scene(side), time.monotonic()
+            before, counted = await self.mock(mode="ok", rpm=0, reset=True), self.counted()
             self.tune(name)
             try:
                 async with asyncio.timeout(limit_s):
@@ -9429,29 +8689,16 @@ class Bench:
             finally:
                 self.tune("")
             scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
-            if self.has_mock:
-                scene.reached = await self.mock.set(mode="ok", rpm=0) - before
-            else:
-                scene.reached = self.counted() - counted if side == "proxied" else scene.made
-            sides.append(scene.shown())
+            reached = self.counted() - counted if side == "proxied" else scene.made
+            told = await self.mock(mode="ok", rpm=0) - before
+            scene.reached = told if self.has_mock else reached
+        sides = [scene.shown() for scene in self._scenes]
         return {"scenario": name, "what": SCENARIOS[name], "sides": sides}
-
-    def _scene(self, url: str, side: str) -> Scene:
-        scene = Scene(self._session, url, side, self.model)
-        scene.headers = self.headers
-        self.scenes.append(scene)
-        return scene
-
-    async def restore(self) -> None:
-        """Leave the mock as one that works."""
-        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
-            if self.has_mock:
-                await self.mock.set(mode="ok", latency=0.0, rpm=0)
 
     async def _ready(self, limit_s: float = 90.0) -> None:
         """Wait until the proxy has found out that the provider is well, after a fault."""
-        await self.restore()
-        probe, until = self._scene(self.sides["proxied"], "waiting"), time.monotonic() + limit_s
+        await self.mock(mode="ok", latency=0.0, rpm=0)
+        probe, until = self._scene("proxied"), time.monotonic() + limit_s
         while self.has_mock and time.monotonic() < until:
             if await probe.ask(f"{self._nonce} {time.monotonic()}") == 200:
                 return
@@ -9459,132 +8706,104 @@ class Bench:
 
     async def _play(self, name: str, scene: Scene, tag: str) -> None:
         speed = self.speed
-        if self.has_mock:
-            await self.mock.set(latency=0.05 if name == "gate" else 1.5 / speed)
+        await self.mock(latency=0.05 if name == "gate" else 1.5 / speed)
         if name == "herd":
             await scene.herd([f"{tag}: what is the capital of France?"] * 200)
-        elif name == "distinct":
-            await scene.herd(f"{tag}: question {n}?" for n in range(20))
-        elif name == "gate":
-            await self.mock.set(rpm=60)
-            scene.limit_s = 100.0
-            await scene.herd(f"{tag}: question {n}?" for n in range(100))
+        elif name in ("distinct", "gate"):
+            if name == "gate":
+                await self.mock(rpm=60)
+                scene.limit_s = 100.0
+            await scene.herd(f"{tag}: question {n}?" for n in range(100 if name == "gate" else 20))
         else:
-            mode = "503" if name == "outage" else "hang"
+            await self.mock(latency=0.1)
             times_s = (15 / speed, 60 / speed, max(15 / speed, 6.0))  # health is asked every 2 s
-            await scene.phases(self.mock, mode, times_s, 0.25 / speed)
+            mode = "503" if name == "outage" else "hang"
+            await scene.phases(lambda mode: self.mock(mode=mode), mode, times_s, 0.25 / speed)
 
     async def _overhead(self) -> list[dict[str, Any]]:
         """Both sides in turn, call by call: so whatever else the machine does hits both alike."""
-        if self.has_mock:
-            await self.mock.set(mode="ok", latency=0.0, reset=True)
-        scenes = [self._scene(url, side) for side, url in self.sides.items()]
+        await self.mock(mode="ok", latency=0.0, reset=True)
+        scenes, shown = [self._scene(side) for side in self.sides], []
         for n in range(200 if self.has_mock else 20):
             for scene in scenes:
                 await scene.ask(f"{self._nonce} {scene.name} overhead {n}")
         medians_ms = [percentile(scene.times_s, 0.5) * 1000 for scene in scenes]
-        shown = [scene.shown() for scene in scenes]
-        for row, scene in zip(shown, scenes, strict=True):
-            row["reached"] = row["calls"]
-            row["calls_per_s"] = await self._rate(scene) if self.has_mock else None
-            rate = f", {row['calls_per_s']:.0f} calls/s" if row["calls_per_s"] else ""
-            row["note"] = f"median {percentile(scene.times_s[:200], 0.5) * 1000:.2f} ms{rate}"
+        for scene, median_ms in zip(scenes, medians_ms, strict=True):
+            row = {**scene.shown(), "reached": scene.made, "note": f"median {median_ms:.2f} ms"}
+            row["calls_per_s"] = rate = await self._rate(scene) if self.has_mock else None
+            row["note"] += f", {rate:.0f} calls/s" if rate else ""
+            shown.append(row)
         shown[0]["added_ms"] = round(medians_ms[0] - medians_ms[1], 3)
         shown[0]["note"] += f", {shown[0]['added_ms']:.2f} ms added"
         return shown
 
-    async def _rate(self, scene: Scene, callers: int = 16, span_s: float = 2.0) -> float:
-        """Calls a second of some callers who ask one call after another."""
-        until, before = time.monotonic() + span_s, scene.made
+    async def _rate(self, scene: Scene) -> float:
+        """Calls a second of 16 callers who ask one call after another, over 2 s."""
+        until, before = time.monotonic() + 2.0, scene.made
 
         async def caller(number: int) -> None:
             while time.monotonic() < until:
                 await scene.ask(f"{self._nonce} {scene.name} {number} {scene.made}")
 
-        await asyncio.gather(*map(caller, range(callers)))
-        return round((scene.made - before) / span_s, 1)
-
-    def progress(self) -> str:
-        done = ", ".join(f"{s.name} {len(s.times_s)} of {s.made} answered" for s in self.scenes)
-        return done or "starting"
+        await asyncio.gather(*map(caller, range(16)))
+        return round((scene.made - before) / 2.0, 1)
 
 
-def bench_table(record: Mapping[str, Any]) -> Any:
+def tune(control: Control, given: Settings, speed: float, scenario: str) -> None:
+    """Fit a proxy of our own to a scenario, but for what was set by hand; then as it was."""
+    fitting: dict[str, Any] = {n: getattr(given, n) for n in ("rpm", "queue_timeout", "timeout")}
+    by_hand = {name: value for name, value in fitting.items() if name in given.given}
+    if scenario == "gate":
+        fitting |= {"rpm": 60, "queue_timeout": 90}
+    elif scenario == "hang":  # its silence is shorter too
+        fitting["timeout"] = round(max(1.0, 30.0 / speed), 3)
+    control.change({flag_name(n): v for n, v in {**fitting, **by_hand}.items()}, "bench")
+
+
+def bench_record(home: Path, name: str) -> dict[str, Any]:
+    """A saved record, by its path or the beginning of its name."""
+    found = [p for p in sorted(home.glob("*.json")) if name and p.name.startswith(name)]
+    path = Path(name) if Path(name).is_file() else found[0] if len(found) == 1 else None
+    if path is None:
+        what = f"{len(found) or 'no'} records"
+        raise ConfigError(f"--compare {printable(name)}: {what} of this name in {home}")
+    with contextlib.suppress(OSError, *ODD_JSON):
+        record: dict[str, Any] = json.loads(path.read_bytes())
+        if record["settings"] and [s["sides"][0]["p99_ms"] for s in record["scenarios"]]:
+            return record
+    raise ConfigError(f"--compare {path}: is no record of llmproxy bench")
+
+
+def bench_table(record: Mapping[str, Any]) -> Table:
     """A record's scenarios as a rich table."""
-    from rich.table import Table
-
-    names = ("scenario", "side", "calls", "reached", "errors", "p50", "p95", "p99", "")
-    table = Table(box=None, header_style="dim", padding=(0, 1))
-    for name in names:
-        is_text = name in ("scenario", "side", "")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=bool(name))
+    names, rows = ("scenario", "side", "calls", "reached", "errors", "p50", "p95", "p99", ""), []
     for scenario in record["scenarios"]:
         for n, row in enumerate(scenario["sides"]):
-            kinds = ", ".join(f"{count} x {kind}" for kind, count in row["kinds"].items())
-            table.add_row(
-                scenario["scenario"] if not n else "", row["side"], str(row["calls"]),
-                str(row["reached"]), str(row["errors"]),
-                *(_duration(row[f"p{p}_ms"]) for p in (50, 95, 99)),
-                "; ".join(filter(None, (row["note"], kinds))),
-            )  # fmt: skip
+            kinds = [f"{count} x {kind}" for kind, count in row["kinds"].items()]
+            counts = (str(row[name]) for name in names[2:5])
+            times = (duration(row[f"{name}_ms"]) for name in names[5:8])
+            note = "; ".join(filter(None, (row["note"], *kinds)))
+            rows.append((scenario["scenario"] if not n else "", row["side"], *counts, *times, note))
+    table = table_of(names, rows, names[2:8])
+    table.columns[-1].no_wrap = False
     return table
 
 
-def compare_table(one: Mapping[str, Any], two: Mapping[str, Any]) -> Any:
+def compare_table(one: Mapping[str, Any], two: Mapping[str, Any]) -> Table:
     """Two records beside each other, the proxied side: A, B, and how B differs."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=None, header_style="dim", padding=(0, 1))
-    for name in ("scenario", "", "A", "B", "B/A"):
-        table.add_column(name, justify="left" if name in ("scenario", "") else "right")
-    def shown(value: Any) -> str:
-        return escape(printable(str(value)))
-
-    rows = [{s["scenario"]: s["sides"][0] for s in record["scenarios"]} for record in (one, two)]
-    for scenario in [name for name in rows[0] if name in rows[1]]:
-        a, b = rows[0][scenario], rows[1][scenario]
+    sides = [{s["scenario"]: s["sides"][0] for s in record["scenarios"]} for record in (one, two)]
+    rows = list[tuple[str, ...]]()
+    for scenario in [name for name in sides[0] if name in sides[1]]:
+        a, b = sides[0][scenario], sides[1][scenario]
         for n, key in enumerate(("calls", "reached", "errors", "p50_ms", "p95_ms", "p99_ms")):
             ratio = f"{b[key] / a[key]:.2f}" if a[key] else "-"
-            table.add_row("" if n else shown(scenario), key, f"{a[key]:g}", f"{b[key]:g}", ratio)
-    settings = [record["settings"] for record in (one, two)]
-    for flag in [f for f in settings[0] if settings[0][f] != settings[1].get(f)]:
-        values = (shown(record.get(flag)) for record in settings)
-        table.add_row("settings", shown(flag), *values, "")
-    return table
-
-
-async def run_bench(
-    bench: Bench, names: Iterable[str], limit_s: float, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """All scenarios, with live progress on a terminal; returns the record."""
-    from rich.console import Console
-
-    record: dict[str, Any] = {
-        "version": __version__, "began": datetime.now().astimezone().isoformat("T", "seconds"),
-        "python": sys.version.split()[0], "platform": sys.platform, "cpus": os.cpu_count(),
-        "speed": bench.speed, "limit_s": limit_s, "model": bench.model,
-        "proxied": bench.sides["proxied"], "direct": bench.sides["direct"],
-        "has_mock": bench.has_mock, "settings": dict(settings), "scenarios": [],
-    }  # fmt: skip
-    console = Console(stderr=True)
-    for name in names:
-        with console.status(name) as status:
-
-            async def tell(name: str = name, status: Any = status) -> None:
-                while True:
-                    status.update(f"{name}: {bench.progress()}")
-                    await asyncio.sleep(0.25)
-
-            teller = asyncio.create_task(tell())
-            try:
-                record["scenarios"].append(await bench.run(name, limit_s))
-            except asyncio.CancelledError:  # Ctrl-C: what is done is worth showing
-                break
-            finally:
-                teller.cancel()
-                await bench.restore()
-    return record
+            name = "" if n else printable(scenario)
+            rows.append((name, key, f"{a[key]:g}", f"{b[key]:g}", ratio))
+    before, after = one["settings"], two["settings"]
+    for flag in [f for f in before if before[f] != after.get(f)]:
+        values = (printable(str(settings.get(flag))) for settings in (before, after))
+        rows.append(("settings", printable(flag), *values, ""))
+    return table_of(("scenario", "", "A", "B", "B/A"), rows, ("A", "B", "B/A"))
 
 
 ###############################################################################
@@ -9593,61 +8812,39 @@ async def run_bench(
 # Rule: the newcomer's first minute; a daemon on an embedded mock and a scripted load.
 
 
-async def outage(scene: Scene, mock: Mock, down_s: float = 8.0) -> None:
-    """Down for a while, then well, until a call is answered again."""
-    mock.latency_s, mock.mode = 0.1, "503"
-    began_at = time.monotonic()
-    calls: list[asyncio.Task[int]] = []
-    while (elapsed_s := time.monotonic() - began_at) < down_s + 5:
-        if elapsed_s >= down_s:
-            mock.mode = "ok"
-        calls.append(asyncio.create_task(scene.ask(f"Is it {len(calls)} yet?")))
-        await asyncio.sleep(0.25)
-        if mock.mode == "ok" and calls[-1].done() and calls[-1].result() == 200:
-            scene.note = f"well after {time.monotonic() - began_at - down_s:.1f} s"
-            break
-    await asyncio.gather(*calls)
-
-
 async def demo(settings: Settings, console: Console | None) -> int:
     """Herd, repeat, distinct prompts and an outage, then a table of what happened."""
     settings.upstream, settings.port, settings.log, settings.state = "mock:", 0, "off", "none"
     if console is None:  # the outage is on purpose: print the table only
         log.setLevel(logging.ERROR)
-    scenes: list[Scene] = []
+    rows = list[tuple[str, ...]]()
     connector = aiohttp.TCPConnector(limit=0)
     async with Daemon(settings) as daemon, aiohttp.ClientSession(connector=connector) as session:
         mock = cast(Mock, daemon.mock)
+
+        async def change(mode: str) -> None:
+            mock.mode = mode
 
         async def play(name: str, act: Callable[[Scene], Awaitable[None]]) -> None:
             scene = Scene(session, daemon.url, name, "demo")
             before, began_at = mock.calls, time.monotonic()
             await act(scene)
-            scene.reached = mock.calls - before
-            scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
-            scenes.append(scene)
+            note = scene.note or f"{time.monotonic() - began_at:.1f} s"
+            counts = (scene.made, mock.calls - before, scene.outcomes["200"])
+            rows.append((name, *map(str, counts), note))
 
-        async with showing(daemon.gateway, daemon.url, console):
-            same = ["What is the capital of France?"] * 200
+        async with showing(daemon.gateway, daemon.url, console, lambda: None):
+            same, different = ["What is the capital of France?"] * 200, range(20)
             await play("200 identical calls at once", lambda scene: scene.herd(same))
             await play("the same 200 again", lambda scene: scene.herd(same))
-            different = [f"Question {n}?" for n in range(20)]
-            await play("20 different calls at once", lambda scene: scene.herd(different))
-            await play("down for 8 s, 4 calls a second", lambda scene: outage(scene, mock))
-    _print_scenes(scenes)
+            await play("20 different calls at once", lambda scene: scene.herd(map(str, different)))
+            mock.latency_s, outage_s = 0.1, (0.0, 8.0, 3.0)
+            phases = functools.partial(Scene.phases, change=change, mode="503", times_s=outage_s,
+                                       every_s=0.25)  # fmt: skip
+            await play("down for 8 s, 4 calls a second", phases)
+    columns = ("scene", "calls made", "reached provider", "answered", "")
+    plain_console().print(table_of(columns, rows, columns[1:4]))
     return 0
-
-
-def _print_scenes(scenes: list[Scene]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="What happened")
-    for name in ("scene", "calls made", "reached provider", "answered", ""):
-        table.add_column(name, justify="left" if name in ("scene", "") else "right")
-    for s in scenes:
-        table.add_row(s.name, str(s.made), str(s.reached), str(s.answered), s.note)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 ###############################################################################
@@ -9657,26 +8854,11 @@ def _print_scenes(scenes: list[Scene]) -> None:
 
 LINE_BYTES = 32 * 2**20  # of a log; a longer one is no call
 WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0, "24 h": 86400.0, "all": math.inf}
-
-
 # What a log says about a call beside what was asked.
 ABOUT_A_CALL = (
     "time_unix", "timestamp", "created_at", "client", "id", "custom_id", "trace", "url", "path",
     "answer", "response", "total_ms", "tokens_in", "tokens_out", "tokens_estimated",
 )  # fmt: skip
-
-
-@dataclass(slots=True)
-class Logged:
-    """One call of a log; `digest` of what was asked, `span_s` how long it took."""
-
-    digest: bytes
-    model: str
-    usage: Usage
-    client: str = ""
-    at: float | None = None
-    span_s: float | None = None
-    words: str = ""
 
 
 class CallLog:
@@ -9685,18 +8867,15 @@ class CallLog:
     `keys` gives each different request a number; the columns hold one number a call.
     """
 
-    def __init__(
-        self, prices: Prices, keeps_words: bool = False, window_s: float = 300.0
-    ) -> None:
+    def __init__(self, prices: Prices, keeps_words: bool, window_s: float) -> None:
         self._prices, self._keeps_words, self._window_s = prices, keeps_words, window_s
         self.keys: dict[bytes, int] = {}
         self.words: dict[int, str] = {}  # the first of a request
         self.at, self.span_s = array("d"), array("d")  # NaN: not known
         self.key, self.client = array("I"), array("I")
         self.tokens, self.micros = array("Q"), array("Q")
-        self.lines = self.bad_lines = 0
+        self.lines = self.bad_lines = self.estimated = self.unpriced = 0
         self.first_bad = ""
-        self.estimated = self.unpriced = 0
         self._clients: dict[str, int] = {}
 
     def read(self, lines: Iterable[bytes]) -> None:
@@ -9717,99 +8896,94 @@ class CallLog:
             self._add_conversation(doc)
             return
         body, answer = doc.get("body") or doc.get("request"), doc.get("answer")
-        if isinstance(body, str):
-            body = json.loads(body)
+        body = json.loads(body) if isinstance(body, str) else body
         if not isinstance(body, dict) and ("messages" in doc or "prompt" in doc or "input" in doc):
             body = {name: value for name, value in doc.items() if name not in ABOUT_A_CALL}
         if not isinstance(body, dict):
             raise ValueError("no call: wants body, request, messages or conversation")
-        response = doc.get("response")
-        if isinstance(response, dict):
-            answer = response.get("body")
-        usage = _logged_usage(doc, answer)
-        size = measure(body)
-        url = str(doc.get("url") or doc.get("path") or "")
-        asked = url.encode("utf-8", "replace") + (canonical(body) or b"")
-        key = hashlib.blake2b(asked, digest_size=16)
-        model = body.get("model") if isinstance(body.get("model"), str) else ""
+        answer = _dict(doc, "response").get("body", answer)
+        usage, url = None, str(doc.get("url") or doc.get("path") or "")
+        if isinstance(answer, dict) and isinstance(answer.get("usage"), dict):
+            usage = _usage_from(answer["usage"])
+        elif "tokens_in" in doc:
+            counts = _whole(doc, "tokens_in"), 0, _whole(doc, "tokens_out")
+            usage = Usage(*counts, is_estimated=bool(doc.get("tokens_estimated")))
+        elif isinstance(answer, str):
+            is_stream = answer.startswith(("data:", "event:"))
+            usage = read_usage(answer.encode("utf-8", "replace"), is_stream)
         if usage is None:
             output = len(answer) // 4 if isinstance(answer, str) else 0
-            usage = Usage(round(size.chars / 3), 0, output, is_estimated=True)
-        words = _first_words(body) if self._keeps_words else ""
+            usage = Usage(round(measure(body).chars / 3), 0, output, is_estimated=True)
+        key = hashlib.blake2b(url.encode("utf-8", "replace") + (canonical(body) or b""))
         at = _instant(doc.get("time_unix", doc.get("timestamp", doc.get("created_at"))))
         total_ms: Any = doc.get("total_ms")
         is_number = type(total_ms) in (int, float) and 0 <= total_ms < 1e12  # NaN is not
         span_s = total_ms / 1000 if is_number else None
-        client = str(doc.get("client") or body.get("user") or "")
-        self._put(Logged(key.digest(), model or "", usage, client, at, span_s, words))
+        words = ""
+        if self._keeps_words:
+            said = body.get("messages") or body.get("prompt") or body.get("input") or ""
+            said = said[-1].get("content") if isinstance(said, list) and said else said
+            words = (said if isinstance(said, str) else json.dumps(said))[:80]
+        client, model = str(doc.get("client") or body.get("user") or ""), str(body.get("model", ""))
+        self._put(key.digest(), model, usage, client, at=at, span_s=span_s, words=words)
 
     def _add_conversation(self, doc: dict[str, Any]) -> None:
         """Each answer of a conversation was a call, with all that was said before it."""
         model, at = str(doc.get("model") or ""), _instant(doc.get("timestamp"))
         client = str(doc.get("hashed_ip") or doc.get("user_id") or doc.get("user") or "")
-        digest, chars, words = hashlib.blake2b(model.encode(), digest_size=16), 0, ""
+        digest, chars, words = hashlib.blake2b(model.encode()), 0, ""
         for message in doc["conversation"]:
             role, text = message.get("role"), message.get("content") or ""
             if role == "assistant":
                 usage = Usage(round(chars / 3), 0, round(len(text) / 3), is_estimated=True)
                 said_at = _instant(message.get("timestamp"))
                 at = at if said_at is None else said_at
-                self._put(Logged(digest.digest(), model, usage, client, at, None, words))
+                asked = digest.digest()
+                self._put(asked, model, usage, client, at=at, span_s=None, words=words)
             elif self._keeps_words and not words:
                 words = text[:80]
             digest.update(f"\0{role}\0{text}".encode("utf-8", "replace"))
             chars += len(text)
 
-    def _put(self, call: Logged) -> None:
-        key = self.keys.setdefault(call.digest, len(self.keys))
-        price, usage = self._prices.of(call.model), call.usage
-        guessed_s = usage.completion * TOKEN_S_UNLEARNED
-        self.at.append(math.nan if call.at is None else call.at)
-        self.client.append(self._clients.setdefault(call.client, len(self._clients)))
+    def _put(
+        self, digest: bytes, model: str, usage: Usage, client: str, *, at: float | None,
+        span_s: float | None, words: str,
+    ) -> None:  # fmt: skip
+        price, key = self._prices.of(model), self.keys.setdefault(digest, len(self.keys))
+        self.at.append(math.nan if at is None else at)
+        self.client.append(self._clients.setdefault(client, len(self._clients)))
         self.key.append(key)
-        self.tokens.append(usage.prompt + usage.completion)
+        self.tokens.append(usage.total)
         self.micros.append(0 if price is None else price.cost(usage))
-        self.span_s.append(guessed_s if call.span_s is None else call.span_s)
+        self.span_s.append(usage.completion * TOKEN_S_UNLEARNED if span_s is None else span_s)
         self.estimated += usage.is_estimated
         self.unpriced += price is None
-        if call.words and key not in self.words:
-            self.words[key] = call.words
+        if words:
+            self.words.setdefault(key, words)
 
-    @functools.cached_property
-    def has_times(self) -> bool:  # asked when all is read
-        return not any(map(math.isnan, self.at))
-
-    def sort(self) -> list[int]:
-        """Calls in the order in which they were made."""
-        order = list(range(len(self.at)))
-        return sorted(order, key=self.at.__getitem__) if self.has_times else order
-
-    def repeats(self, order: list[int], window_s: float, shares: bool) -> list[int]:
+    def _repeats(self, order: list[int], window_s: float, shares: bool) -> list[int]:
         """Calls that an answer kept for so long would have served; `shares`: among all clients.
 
         The window runs from the call that went upstream, as the proxy counts it.
         """
         asked_at: dict[int, float] = {}
-        repeats, has_times = [], self.has_times
+        repeats = []
         for n in order:
             key = self.key[n] if shares else self.client[n] << 32 | self.key[n]
-            at = self.at[n] if has_times else 0.0
-            before = asked_at.get(key)
-            if before is not None and at - before <= window_s:
+            at = 0.0 if window_s == math.inf else self.at[n]
+            if at - asked_at.get(key, -math.inf) <= window_s and key in asked_at:
                 repeats.append(n)
             else:
                 asked_at[key] = at
         return repeats
 
-    def peaks(self, order: list[int], without: Iterable[int] = ()) -> dict[str, int]:
+    def _peaks(self, order: list[int], without: Iterable[int]) -> dict[str, int]:
         """The most tokens that began within 60 s, and the most calls that ran at once."""
-        left_out, span = set(without), deque[int]()
-        ends: list[float] = []
+        left_out, span, ends = set(without), deque[int](), list[float]()
         tokens = most_tokens = most_calls = 0
-        for n in order if self.has_times else ():
-            if n in left_out:
+        for n in order:
+            if n in left_out or math.isnan(at := self.at[n]):
                 continue
-            at = self.at[n]
             span.append(n)
             tokens += self.tokens[n]
             while self.at[span[0]] <= at - WINDOW_S:
@@ -9821,80 +8995,50 @@ class CallLog:
         return {"tpm": most_tokens, "concurrency": most_calls}
 
     def report(self) -> dict[str, Any]:
-        order, windows = self.sort(), []
-        for name, window_s in WINDOWS_S.items():
-            if not self.has_times and window_s < math.inf:
-                continue
-            own, shared = (self.repeats(order, window_s, shares) for shares in (False, True))
-            windows.append({
-                "window": name, "same_client": len(own), "other_client": len(shared) - len(own),
-                "share": round(len(own) / max(1, len(order)), 4),
-                "tokens_saved": sum(self.tokens[n] for n in own),
-                "usd_saved": sum(self.micros[n] for n in own) / 1e6,
-                "tokens_saved_shared": sum(self.tokens[n] for n in shared),
-                "usd_saved_shared": sum(self.micros[n] for n in shared) / 1e6,
-            })  # fmt: skip
-        digests = list(self.keys)
-        most = Counter(self.key).most_common(10)
+        has_times, windows = not any(map(math.isnan, self.at)), []
+        order = sorted(range(len(self.at)), key=self.at.__getitem__) if has_times else (
+            list(range(len(self.at))))  # fmt: skip
+        for name, window_s in WINDOWS_S.items() if has_times else [("all", math.inf)]:
+            own, shared = (self._repeats(order, window_s, shares) for shares in (False, True))
+            row = {"window": name, "same_client": len(own), "other_client": len(shared) - len(own)}
+            row["share"] = round(len(own) / max(1, len(order)), 4)
+            for calls, whose in ((own, ""), (shared, "_shared")):
+                row[f"tokens_saved{whose}"] = sum(self.tokens[n] for n in calls)
+                row[f"usd_saved{whose}"] = sum(self.micros[n] for n in calls) / 1e6
+            windows.append(row)
+        digests, most = list(self.keys), Counter(self.key).most_common(10)
+        kept = self._repeats(order, self._window_s if has_times else math.inf, False)
         return {
             "calls": len(order), "different": len(self.keys), "clients": len(self._clients),
             "lines": self.lines, "bad_lines": self.bad_lines, "first_bad": self.first_bad,
-            "has_times": self.has_times, "estimated_calls": self.estimated,
+            "has_times": has_times, "estimated_calls": self.estimated,
             "unpriced_calls": self.unpriced, "tokens": sum(self.tokens), "windows": windows,
             "most_repeated": [
                 {"hash": digests[key].hex()[:12], "calls": count, "words": self.words.get(key, "")}
                 for key, count in most if count > 1
             ],
-            "needed": self.peaks(order),
-            "needed_with_dedup": self.peaks(order, self.repeats(order, self._window_s, False)),
+            "needed": self._peaks(order, ()), "needed_with_dedup": self._peaks(order, kept),
             "dedup_window_s": self._window_s,
         }  # fmt: skip
 
 
-def _logged_usage(doc: Mapping[str, Any], answer: Any) -> Usage | None:
-    if isinstance(answer, dict) and isinstance(answer.get("usage"), dict):
-        return _usage_from(answer["usage"])
-    if "tokens_in" in doc:
-        return Usage(_whole(cast("dict[str, Any]", doc), "tokens_in"), 0,
-                     _whole(cast("dict[str, Any]", doc), "tokens_out"),
-                     is_estimated=bool(doc.get("tokens_estimated")))  # fmt: skip
-    if isinstance(answer, str):
-        return read_usage(answer.encode("utf-8", "replace"), answer.startswith(("data:", "event:")))
-    return None
-
-
-def _first_words(body: Mapping[str, Any]) -> str:
-    messages = body.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else {}
-    text = last.get("content") if isinstance(last, dict) else None
-    text = text if isinstance(text, str) else body.get("prompt") or body.get("input") or text or ""
-    return (text if isinstance(text, str) else json.dumps(text))[:80]
-
-
 def _instant(value: Any) -> float | None:
     """Unix seconds of a time as logs write it: seconds, milliseconds or RFC 3339."""
-    with contextlib.suppress(ValueError, OverflowError):
+    with contextlib.suppress(ValueError, OverflowError, TypeError):
         if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)?", value):
             return datetime.fromisoformat(value).timestamp()
-        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            number = float(value)
-            if 0 < number < 1e15:
-                return number / 1000 if number > 1e11 else number
+        if 0 < (number := float(value)) < 1e15 and not isinstance(value, bool):
+            return number / 1000 if number > 1e11 else number
     return None
 
 
 def log_lines(path: str) -> Iterator[bytes]:
     """Lines of a file, plain or gzip, or of stdin; of a ledger, its logged bodies as JSON.
 
-    Raises:
-        OSError, sqlite3.Error, EOFError, zlib.error: it cannot be read.
+    Raises OSError, sqlite3.Error, EOFError, zlib.error: it cannot be read.
     """
     with contextlib.ExitStack() as stack:
-        if path == "-" and sys.stdin is None:
-            raise OSError("stdin is closed")
-        file: Any = sys.stdin.buffer if path == "-" else None  # both kinds can peek
-        if path != "-":
-            file = stack.enter_context(Path(path).open("rb"))
+        file: Any = sys.stdin.buffer if path == "-" else stack.enter_context(Path(path).open("rb"))
         begun = file.peek(16)
         if begun.startswith(b"SQLite format 3"):
             sql = "SELECT calls.*, request, answer FROM bodies JOIN calls USING (id)"
@@ -9904,40 +9048,37 @@ def log_lines(path: str) -> Iterator[bytes]:
             return
         plain: Any = gzip.GzipFile(fileobj=file) if begun[:2] == b"\x1f\x8b" else file
         while line := plain.readline(LINE_BYTES):
-            if len(line) < LINE_BYTES:
-                yield line
-                continue
-            while line and not line.endswith(b"\n"):  # what is so long is passed over
+            is_whole = len(line) < LINE_BYTES
+            yield line if is_whole else b"too long"
+            while not is_whole and line and not line.endswith(b"\n"):  # it is passed over
                 line = plain.readline(LINE_BYTES)
-            yield b"too long"
 
 
 def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
     """The report as text, for people."""
-    print(
-        f"{report['calls']} calls, {report['different']} different, {report['clients']} clients, "
-        f"{_short(report['tokens'])} tokens"
-        + (f" ({report['estimated_calls']} calls estimated)" if report["estimated_calls"] else "")
-    )
+    about = f" ({report['estimated_calls']} calls estimated)" * bool(report["estimated_calls"])
+    print(f"{report['calls']} calls, {report['different']} different, {report['clients']} clients, "
+          f"{short(report['tokens'])} tokens{about}")  # fmt: skip
     if report["bad_lines"]:
         print(f"{report['bad_lines']} of {report['lines']} lines were no calls; "
               f"first {report['first_bad']}")  # fmt: skip
     if not report["has_times"]:
         print("not every call has a time: only repeats over the whole log can be told")
     print("\nrepeats that a kept answer would have served")
-    print(f"  {'window':8}{'same client':>12}{'share':>8}{'tokens':>9}{'USD':>11}"
-          f"{'other clients':>15}{'tokens':>9}{'USD':>11}  (share = all)")  # fmt: skip
-    for w in report["windows"]:
-        more = w["tokens_saved_shared"] - w["tokens_saved"]
-        print(f"  {w['window']:8}{w['same_client']:12}{w['share']:8.1%}"
-              f"{_short(w['tokens_saved']):>9}{w['usd_saved']:11.5f}{w['other_client']:15}"
-              f"{_short(more):>9}{w['usd_saved_shared'] - w['usd_saved']:11.5f}")  # fmt: skip
+    names = ("window", "same client", "share", "tokens", "USD", "other clients", " tokens", " USD")
+    rows = [
+        (w["window"], str(w["same_client"]), f"{w['share']:.1%}", short(w["tokens_saved"]),
+         f"{w['usd_saved']:.5f}", str(w["other_client"]),
+         short(w["tokens_saved_shared"] - w["tokens_saved"]),
+         f"{w['usd_saved_shared'] - w['usd_saved']:.5f}") for w in report["windows"]
+    ]  # fmt: skip
+    plain_console().print(table_of(names, rows, names[1:]))
     if report["unpriced_calls"]:
         print(f"  {report['unpriced_calls']} calls have no price; see --price and --prices")
-    if report["has_times"]:
-        for name, what in (("needed", "as logged"), ("needed_with_dedup", "with dedup")):
-            need = report[name]
-            print(f"would have needed {what}: tpm {need['tpm']}, concurrency {need['concurrency']}")
+    for name, what in (("needed", "as logged"), ("needed_with_dedup", "with dedup")):
+        tpm, calls = report[name]["tpm"], report[name]["concurrency"]
+        if report["has_times"]:
+            print(f"would have needed {what}: tpm {tpm}, concurrency {calls}")
     if report["most_repeated"]:
         print("\nmost repeated" + ("" if shows_words else "; --show tells their first words"))
     for row in report["most_repeated"]:
@@ -9952,40 +9093,22 @@ def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "allow_abbrev": False})
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
-    def refuse(self, rest: list[str]) -> NoReturn:
-        flag = rest[0].partition("=")[0]
-        known = [name for action in self._actions for name in action.option_strings]
+    def refuse(self, word: str) -> NoReturn:
+        flag = word.partition("=")[0]
         if flag in COMMANDS:
             self.error(f"the command comes first: llmproxy {printable(flag)} ...")
+        known = [name for action in self._actions for name in action.option_strings]
         near = difflib.get_close_matches(flag, known if flag[:1] == "-" else [*known, *COMMANDS], 1)
         what = "flag" if flag.startswith("-") else "word"
         mend = f"; did you mean {near[0]}?" if near else ""
         self.error(f"unknown {what} {printable(flag)}{mend}")
 
 
-Args = tuple[tuple[str, dict[str, Any]], ...]  # as argparse takes them
-_CONFIG: Args = (
-    ("--config", {"metavar": "PATH", "help":
-        "TOML file (default: $XDG_CONFIG_HOME/llmproxy/config.toml)"}),
-)  # fmt: skip
-_REMOTE: Args = (
-    *_CONFIG,
-    ("--admin-key", {"dest": "setting_admin_key", "action": "append", "metavar": "SECRET", "help":
-        "where the daemon wants one (LLMPROXY_ADMIN_KEY and the file do as well)"}),
-)  # fmt: skip
-_URL = {"metavar": "URL", "help": "of the daemon (default http://127.0.0.1:4000)"}
-_AS_JSON: Args = (("--json", {"action": "store_true", "help": "print JSON"}),)
-_LEDGER: Args = (
-    *_CONFIG, *_AS_JSON, ("--csv", {"action": "store_true", "help": "print CSV"}),
-    ("--state", {"dest": "setting_state", "action": "append", "metavar": "PATH", "help":
-        f"the ledger (default {default_text(SETTINGS['state'])})"}),
-)  # fmt: skip
+Args = Iterable[tuple[str, dict[str, Any]]]  # as argparse takes them
+Run = Callable[[argparse.Namespace], int]
 
 
 @dataclass
@@ -9993,53 +9116,80 @@ class Command:
     """What a command is called, what it takes, and what it does."""
 
     text: str
-    run: Callable[[argparse.Namespace], int]
-    args: Args = ()
-    notes: str = ""
-    takes_settings: bool = False
+    run: Run
+    args: Args
+    notes: str
+    takes_settings: bool
 
-    def fill(self, parser: argparse.ArgumentParser) -> None:
-        for name, options in self.args:
-            parser.add_argument(name, **options)
+    def parser(self, name: str) -> _Parser:
+        parser = _Parser(
+            prog=f"llmproxy {name}", description=self.text, epilog=self.notes, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        parser.add_argument("--version", action="version", version=f"llmproxy {__version__}")
+        for word, options in self.args:
+            parser.add_argument(word, **options)
         if self.takes_settings:
-            _add_settings(parser)
+            text = "those marked live are read anew at every decision"
+            group = parser.add_argument_group("settings", text)
+            group.add_argument("--config", **_CONFIG)
+            for flag in SETTINGS:
+                _add_setting(group, flag)
+        return parser
 
 
+def _add_setting(group: Any, name: str) -> None:
+    meta, default = SETTINGS[name].metadata, default_text(SETTINGS[name])
+    unit = meta["unit"]
+    default += " s" if unit == "s" and default[0].isdigit() else ""
+    notes = [f"default {default}"] + ["live"] * meta["live"] + ["repeatable"] * meta["many"]
+    bare: dict[str, Any] = {"nargs": "?", "const": "on"} if name == "allow_open" else {}
+    group.add_argument(
+        f"--{flag_name(name)}", dest=f"setting_{name}", action="append", **bare,
+        metavar=unit if "|" in unit else (unit or "value").upper(),
+        help=f"{meta['help']} ({', '.join(notes)})",
+    )  # fmt: skip
+
+
+_CONFIG: dict[str, Any] = {
+    "metavar": "PATH", "help": "TOML file (default: $XDG_CONFIG_HOME/llmproxy/config.toml)"
+}  # fmt: skip
+_SECRET = {
+    "dest": "setting_admin_key", "action": "append", "metavar": "SECRET",
+    "help": "where the daemon wants one (LLMPROXY_ADMIN_KEY and the file do as well)",
+}  # fmt: skip
+_REMOTE = (("--config", _CONFIG), ("--admin-key", _SECRET))
+_URL = {"metavar": "URL", "help": "of the daemon (default http://127.0.0.1:4000)"}
+_AS_JSON = ("--json", {"action": "store_true", "help": "print JSON"})
+_LEDGER = (
+    ("--config", _CONFIG), _AS_JSON, ("--csv", {"action": "store_true", "help": "print CSV"}),
+    ("--state", {"dest": "setting_state", "action": "append", "metavar": "PATH", "help":
+        f"the ledger (default {default_text(SETTINGS['state'])})"}),
+)  # fmt: skip
 COMMANDS: dict[str, Command] = {}
 
 
 def command(
     name: str, text: str, args: Args = (), notes: str = "", takes_settings: bool = False
-) -> Callable[[Callable[[argparse.Namespace], int]], Callable[[argparse.Namespace], int]]:
-    def add(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+) -> Callable[[Run], Run]:
+    def add(run: Run) -> Run:
         COMMANDS[name] = Command(text, run, args, notes, takes_settings)
         return run
 
     return add
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    text = "those marked live are read anew at every decision"
-    group = parser.add_argument_group("settings", text)
-    for name, options in _CONFIG:
-        group.add_argument(name, **options)
-    for name, item in SETTINGS.items():
-        meta, default = item.metadata, default_text(item)
-        unit = meta["unit"]
-        default += " s" if unit == "s" and default[0].isdigit() else ""
-        notes = [f"default {default}"] + ["live"] * meta["live"] + ["repeatable"] * meta["many"]
-        bare: dict[str, Any] = {"nargs": "?", "const": "on"} if name == "allow_open" else {}
-        group.add_argument(
-            f"--{flag_name(name)}", dest=f"setting_{name}", action="append", **bare,
-            metavar=unit if "|" in unit else (unit or "value").upper(),
-            help=f"{meta['help']} ({', '.join(notes)})",
-        )  # fmt: skip
-
-
 def _settings_of(args: argparse.Namespace) -> Settings:
     given = {name: getattr(args, f"setting_{name}", None) for name in SETTINGS}
     flags = {name: texts for name, texts in given.items() if texts is not None}
     return load_settings(flags, os.environ, Path(args.config) if args.config else None)
+
+
+def _parsed(flag: str, parse: Parser, text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 @command("serve", "the daemon (what runs without a command)", (), """examples:
@@ -10070,23 +9220,24 @@ def _serve_command(args: argparse.Namespace) -> int:
     "modes: " + ", ".join(MODES),
     "also: latency, rpm, tpm, health (a mode of its own), reset")))  # fmt: skip
 def _mock(args: argparse.Namespace) -> int:
-    flag = "--latency"
-    try:
-        mock, flag = Mock(parse_seconds_or_zero(args.latency)), "--port"
-        number = parse_port(args.port)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
+    mock = Mock(_parsed("--latency", parse_seconds_or_zero, args.latency))
+    port = _parsed("--port", parse_port, args.port)
 
     async def serve() -> int:
-        stop = asyncio.Event()
-        for signal_ in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(signal_, stop.set)
-        async with listening(mock.handle, args.host, number) as address:
+        async with listening(mock.handle, args.host, port) as address:
             print(f"mock provider on {address}; GET or POST {address}/_mock", flush=True)
-            await stop.wait()
+            await _stopped().wait()
         return 0
 
     return _run_loop(serve())
+
+
+def _stopped() -> asyncio.Event:
+    """Set by SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 @command("demo", "see it work: a scripted load on an embedded provider")
@@ -10107,7 +9258,7 @@ def _demo(args: argparse.Namespace) -> int:
     ("--model", {"default": "bench", "help": "model to ask for (default bench)"}),
     ("--key-env", {"metavar": "NAME", "help":
         "environment variable whose key is sent (default none)"}),
-    ("--yes", {"action": "store_true", "help": "do not ask before calls that may cost money"}),
+    ("--yes", {"action": "store_true", "help": "make calls that may cost money"}),
     ("--json", {"action": "store_true", "help": "print all that is needed to repeat it, as JSON"}),
     ("--save", {"action": "store_true", "help": "keep a dated record under $XDG_STATE_HOME"}),
     ("--compare", {"nargs": 2, "metavar": ("A", "B"), "help":
@@ -10119,62 +9270,55 @@ def _demo(args: argparse.Namespace) -> int:
   llmproxy bench --compare 2026-11-29 2026-11-30
 
 reached: calls that the provider got. herd, distinct and overhead run on any upstream; what is not
-on this machine is asked about first.""", takes_settings=True)  # fmt: skip
+on this machine wants --yes.""", takes_settings=True)  # fmt: skip
 def _bench_command(args: argparse.Namespace) -> int:
+    home = state_path(default_text(SETTINGS["state"])).parent / "bench"
     if args.compare:
-        try:
-            table = compare_table(*map(_record_named, args.compare))
-        except ODD_JSON:
-            raise ConfigError("--compare: these are no records of llmproxy bench") from None
-        _plain_console().print(table)
+        plain_console().print(compare_table(*(bench_record(home, name) for name in args.compare)))
         return 0
-    try:
-        speed, limit_s = float(args.speed), parse_seconds(args.limit)
-        if not 0.1 <= speed <= 100:
-            raise ValueError("--speed wants a number from 0.1 to 100")
-    except ValueError as error:
-        raise ConfigError(f"bench: {error}") from None
-    try:
-        return _run_loop(_bench(args, speed, limit_s))
-    except aiohttp.ClientError as error:
-        raise RemoteError(f"bench: {printable(str(error)) or type(error).__name__}") from None
+    speed, limit_s = float("0" + args.speed if args.speed[:1].isdigit() else "0"), 0.0
+    if not 0.1 <= speed <= 100:
+        raise ConfigError("--speed wants a number from 0.1 to 100")
+    limit_s = _parsed("--limit", parse_seconds, args.limit)
+    record = _run_loop(_bench(args, speed, limit_s))
+    if args.save:
+        path = home / f"{record['began'].replace(':', '')}.json"
+        replace_file(path, json.dumps(record, indent=1))
+        print(f"saved in {path}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(record, indent=1))
+    else:
+        plain_console().print(bench_table(record))
+    return 0
 
 
-async def _bench_sides(
-    args: argparse.Namespace, session: aiohttp.ClientSession, stack: contextlib.AsyncExitStack,
-    speed: float,
-) -> tuple[Bench, Mapping[str, Any]]:  # fmt: skip
-    """A bench of a proxy of our own, or of one that runs; and the proxy's settings."""
+async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> dict[str, Any]:
+    """Run scenarios on a proxy of our own, or on one that runs; returns the record."""
     settings = _settings_of(args)
-    if args.url is None:
-        if "upstream" not in settings.given:
-            settings.upstream, settings.upstreams, settings.keys = "mock:", [], []
-        settings.clients, settings.port, settings.state = [], 0, "none"
-        log.setLevel(logging.ERROR)  # the faults are on purpose
-        daemon = await stack.enter_async_context(Daemon(settings))
-        gateway, shown = daemon.gateway, settings.shown()
-        bench = Bench(session, daemon.url, gateway.upstreams[0].base)
-        bench.counted = lambda: gateway.counters.upstream_calls
-        bench.tune = functools.partial(_tune, gateway.control, settings.copy(), speed)
-        return bench, shown
-    remote = _remote(args, args.url)
-    status = await remote.status()
-    upstream = status["upstreams"][0]["url"]
-    if is_loopback(URL(upstream).host or "") and not is_loopback(URL(remote.url).host or ""):
-        raise ConfigError(f"bench: {upstream} is on the other machine: run it there")
-    bench = Bench(session, remote.url, upstream)
-    bench.counted = lambda: int(remote.ask("GET", "status")["upstream_calls"])
-    return bench, status["settings"]
-
-
-async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        connector = aiohttp.TCPConnector(limit=0)
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        bench, shown = await _bench_sides(args, session, stack, speed)
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        )
+        if args.url is None:
+            if "upstream" not in settings.given:
+                settings.upstream, settings.upstreams, settings.keys = "mock:", [], []
+            settings.clients, settings.port, settings.state = [], 0, "none"
+            log.setLevel(logging.ERROR)  # the faults are on purpose
+            gateway = (daemon := await stack.enter_async_context(Daemon(settings))).gateway
+            bench = Bench(session, daemon.url, gateway.upstreams[0].base, settings.shown())
+            bench.counted = lambda: gateway.counters.upstream_calls
+            bench.tune = functools.partial(tune, gateway.control, settings.copy(), speed)
+        else:
+            remote = _remote(args, args.url)
+            status = await remote.status()
+            bench = Bench(session, remote.url, status["upstreams"][0]["url"], status["settings"])
+            bench.counted = lambda: int(remote.ask("GET", "status")["upstream_calls"])
         upstream = bench.sides["direct"]
+        is_local = is_loopback(URL(upstream).host or "")
+        if is_local and not is_loopback(URL(bench.sides["proxied"]).host or ""):
+            raise ConfigError(f"bench: {upstream} is on the other machine: run it there")
         bench.speed, bench.model = speed, args.model
-        bench.has_mock = await bench.mock.is_there()
+        await bench.meet()
         if args.key_env is not None:
             if not (key := os.environ.get(args.key_env)):
                 raise ConfigError(f"--key-env: {printable(args.key_env)} is not set")
@@ -10183,65 +9327,10 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> int:
         if not bench.has_mock and (faults := [n for n in names if n in FAULTS]):
             why = f"{', '.join(faults)} wants a proxy on `llmproxy mock`, which {upstream} is not"
             raise ConfigError(f"bench: {why}")
-        _may_cost(args, upstream, names)
-        record = await run_bench(bench, names, limit_s, shown)
-    if len(record["scenarios"]) < len(names):
-        print("interrupted; these were done", file=sys.stderr)
-    if args.save:
-        path = _records() / f"{record['began'].replace(':', '')}.json"
-        replace_file(path, json.dumps(record, indent=1))
-        print(f"saved in {path}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(record, indent=1))
-    else:
-        _plain_console().print(bench_table(record))
-    return 0
-
-
-def _tune(control: Control, given: Settings, speed: float, scenario: str) -> None:
-    """Fit a proxy of our own to a scenario, but for what was set by hand; then as it was."""
-    timeout_s = given.timeout if isinstance(given.timeout, float) else 30.0
-    fitting: dict[str, Any] = {"rpm": given.rpm, "queue_timeout": given.queue_timeout}
-    fitting["timeout"] = given.timeout
-    if scenario == "gate":
-        fitting |= {"rpm": 60, "queue_timeout": 90}
-    elif scenario == "hang":  # its silence is shorter too
-        fitting["timeout"] = round(max(1.0, timeout_s / speed), 3)
-    by_hand = {name: getattr(given, name) for name in fitting if name in given.given}
-    control.change({flag_name(n): v for n, v in {**fitting, **by_hand}.items()}, "bench")
-
-
-def _may_cost(args: argparse.Namespace, upstream: str, names: Iterable[str]) -> None:
-    """Ask before calls go anywhere but to this machine."""
-    if is_loopback(URL(upstream).host or "") or args.yes:
-        return
-    calls = sum({"herd": 201, "distinct": 40, "overhead": 41}.get(name, 800) for name in names)
-    text = f"This sends about {calls} calls of some 30 tokens each to {upstream}, as {args.model}; "
-    text += "it may cost money and use up rate limits. Go on? [y/N] "
-    if not sys.stdin.isatty():
-        raise ConfigError(f"bench: {upstream} is not this machine, its calls may cost: say --yes")
-    with contextlib.suppress(EOFError):
-        if input(text).strip().lower() in ("y", "yes"):
-            return
-    raise ConfigError("bench: nothing was sent")
-
-
-def _records() -> Path:
-    return state_path(default_text(SETTINGS["state"])).parent / "bench"
-
-
-def _record_named(name: str) -> dict[str, Any]:
-    """A saved record, by its path or the beginning of its name."""
-    found = [p for p in sorted(_records().glob("*.json")) if name and p.name.startswith(name)]
-    path = Path(name) if Path(name).is_file() else found[0] if len(found) == 1 else None
-    if path is None:
-        what = "no record" if not found else f"{len(found)} records"
-        raise ConfigError(f"--compare {printable(name)}: {what} of this name in {_records()}")
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        record = json.loads(path.read_bytes())
-        if isinstance(record, dict) and {"scenarios", "settings"} <= record.keys():
-            return record
-    raise ConfigError(f"--compare {path}: is no record of llmproxy bench")
+        if not is_local and not args.yes:
+            why = "is not this machine, its calls may cost: say --yes"
+            raise ConfigError(f"bench: {upstream} {why}")
+        return await bench.run_all(names, limit_s)
 
 
 @command("replay", "what dedup would have saved, from logs of calls", (
@@ -10249,7 +9338,7 @@ def _record_named(name: str) -> dict[str, Any]:
         "JSONL or JSONL.gz, - for stdin: OpenAI batch input, lists of conversations "
         "(WildChat), bodies with time_unix and client; or a ledger kept with log-bodies"}),
     ("--show", {"action": "store_true", "help": "show the first words of what is repeated most"}),
-    *_AS_JSON,
+    _AS_JSON,
 ), """examples:
   llmproxy replay batch.jsonl --prices model_prices_and_context_window.json
   zcat log.jsonl.gz | llmproxy replay - --show
@@ -10262,10 +9351,9 @@ def _replay(args: argparse.Namespace) -> int:
         calls.read(log_lines(args.file))
     except (OSError, EOFError, zlib.error, sqlite3.Error) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise LedgerError(f"{args.file}: cannot be read: {printable(str(why))}") from None
+        raise CannotError(f"{args.file}: cannot be read: {printable(str(why))}") from None
     if not calls.at:
-        why = f"no call is in it; {calls.first_bad}" if calls.bad_lines else "no call is in it"
-        raise LedgerError(f"{args.file}: {why}")
+        raise CannotError(f"{args.file}: no call is in it; {calls.first_bad}".removesuffix("; "))
     if args.json:
         print(json.dumps(calls.report(), indent=1))
     else:
@@ -10287,9 +9375,8 @@ def _check(args: argparse.Namespace) -> int:
     shown = settings.shown()
     for name, where in settings.given.items():
         print(f"  {flag_name(name)} = {shown[flag_name(name)]}   ({where})")
-    tables = {"upstream": settings.upstreams, "client": settings.clients, "model": settings.models}
-    for kind, rules in tables.items():
-        for rule in cast("list[Any]", rules):
+    for kind in ("upstream", "client", "model"):
+        for rule in getattr(settings, f"{kind}s"):
             print(f"  {kind} {rule.name}: {_differing(rule)}")
             for key in getattr(rule, "keys", ()):
                 print(f"    upstream_key {key.source}: {_differing(key)}")
@@ -10302,10 +9389,7 @@ def _differing(rule: Any) -> str:
     """What a table of the file sets, by hand."""
     found = {name: getattr(rule, name) for name in fields_of(type(rule))}
     shown = {n: v for n, v in found.items() if v and n not in ("command", "key_sha256")}
-    return ", ".join(
-        f"{name} = {', '.join(value) if isinstance(value, list) else value}"
-        for name, value in shown.items()
-    )
+    return ", ".join(f"{name} = {', '.join(typed(value))}" for name, value in shown.items())
 
 
 def _remote(args: argparse.Namespace, url: str | None) -> Remote:
@@ -10313,27 +9397,23 @@ def _remote(args: argparse.Namespace, url: str | None) -> Remote:
     settings = _settings_of(args)
     if url is None:
         host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-        url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-    try:
-        return Remote(parse_url(url if "://" in url else f"http://{url}"), settings.admin_key)
-    except ValueError as error:
-        raise ConfigError(f"URL: {error}") from None
+        url = f"{f'[{host}]' if ':' in host else host}:{settings.port}"
+    return Remote(
+        _parsed("URL", parse_url, url if "://" in url else f"http://{url}"), settings.admin_key
+    )
 
 
 @command("top", "the live table of a daemon that runs elsewhere", (
-    ("url", {"nargs": "?", "metavar": "URL", "help": "(default http://127.0.0.1:4000)"}), *_REMOTE,
+    ("url", {"nargs": "?", **_URL}), *_REMOTE,
 ), "examples:\n  llmproxy top\n  llmproxy top http://server:4000 --admin-key SECRET")  # fmt: skip
 def _top(args: argparse.Namespace) -> int:
-    console = _console("auto")
-    remote = _remote(args, args.url)
+    console, remote = _console("auto"), _remote(args, args.url)
     if console is None:
         raise ConfigError("top: wants a terminal; see llmproxy get --json, or /_llmproxy/status")
 
     async def show() -> int:
         await remote.status()  # before the screen is taken
-        over = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, over.set)
+        over = _stopped()
         table = asyncio.create_task(live_table(remote, remote.url, console, over.set))
         ended = asyncio.create_task(over.wait())
         await asyncio.wait([table, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -10349,12 +9429,9 @@ def _top(args: argparse.Namespace) -> int:
 
 @command("get", "settings of a running daemon", (
     ("names", {"nargs": "*", "metavar": "SETTING", "help": "none: all"}), ("--url", _URL),
-    *_AS_JSON, *_REMOTE), "examples:\n  llmproxy get\n  llmproxy get timeout")  # fmt: skip
+    _AS_JSON, *_REMOTE), "examples:\n  llmproxy get\n  llmproxy get timeout")  # fmt: skip
 def _get(args: argparse.Namespace) -> int:
-    remote = _remote(args, args.url)
-    doc = remote.ask("GET", "settings")
-    if "given" not in doc:
-        raise RemoteError(f"{remote.url} is no llmproxy of this version")
+    doc = _remote(args, args.url).ask("GET", "settings")
     shown, given = doc["settings"], doc["given"]
     names = [name.replace("_", "-") for name in args.names]
     if unknown := [name for name in names if name not in shown]:
@@ -10364,9 +9441,8 @@ def _get(args: argparse.Namespace) -> int:
         print(json.dumps(wanted, indent=1))
         return 0
     for name, value in wanted.items():
-        texts = ", ".join(typed(value)) if value != [] else "none"
-        line = texts if len(names) == 1 else f"{name:20} {texts:24} {given.get(name, '')}".rstrip()
-        print(line)
+        texts = ", ".join(typed(value)) or "none"
+        print(texts if len(names) == 1 else f"{name:20} {texts:24} {given.get(name, '')}".rstrip())
     return 0
 
 
@@ -10395,7 +9471,7 @@ def _set(args: argparse.Namespace) -> int:
     Settings().changed(changes, "set")  # what is wrong is said before anybody is asked
     doc = _remote(args, args.url).ask("PATCH", "settings", {**changes, "save": args.save})
     for name, value in doc.get("settings", {}).items():
-        print(f"{name} = {', '.join(typed(value)) if value != [] else 'none'}")
+        print(f"{name} = {', '.join(typed(value)) or 'none'}")
     if "saved" in doc:
         print(f"saved in {doc['saved']}")
     return 0
@@ -10404,49 +9480,34 @@ def _set(args: argparse.Namespace) -> int:
 def _read_ledger(args: argparse.Namespace, sql: str, values: Iterable[Any]) -> list[dict[str, Any]]:
     settings = _settings_of(args)
     if settings.state == "none":
-        raise LedgerError("there is no ledger: state is none")
+        raise CannotError("there is no ledger: state is none")
     path = state_path(settings.state)
     try:
         with contextlib.closing(open_ledger(path)) as db:
             return [dict(row) for row in db.execute(sql, tuple(values))]
     except sqlite3.Error as error:
         why = "no daemon has written it yet; see --state" if not path.exists() else error
-        raise LedgerError(f"{path}: {why}") from None
+        raise CannotError(f"{path}: {why}") from None
 
 
-def _print_rows(args: argparse.Namespace, rows: list[dict[str, Any]], shown: Iterable[str]) -> None:
+def _print_rows(args: argparse.Namespace, rows: list[dict[str, Any]], shown: list[str]) -> None:
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.6f}".rstrip("0").rstrip(".") or "0"
+        return printable(str("" if value is None else value), 60)
+
     if args.json:
         print(json.dumps(rows, indent=1))
-        return
-    if args.csv:
-        writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else list(shown))
+    elif args.csv:
+        writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else shown)
         writer.writeheader()
         for row in rows:
             lists = {name: json.dumps(v) for name, v in row.items() if isinstance(v, list)}
             writer.writerow({**row, **lists})
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="dim", padding=(0, 1))
-    for name in shown:
-        numbers = rows and isinstance(rows[0][name], (int, float))
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(_cell(row[name])) for name in shown))
-    _plain_console().print(table)
-
-
-def _plain_console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 250)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6f}".rstrip("0").rstrip(".") or "0"
-    return printable(str("" if value is None else value), 60)
+    else:
+        right = [name for name in shown if rows and isinstance(rows[0][name], (int, float))]
+        cells = [[cell(row[name]) for name in shown] for row in rows]
+        plain_console().print(table_of(shown, cells, right))
 
 
 @command("calls", "the last calls, from the ledger", (
@@ -10465,7 +9526,7 @@ def _calls_command(args: argparse.Namespace) -> int:
     for row in rows:
         row["at"] = time.strftime("%m-%d %H:%M:%S", time.localtime(row["time_unix"]))
     names = "at fate status model client queue_ms total_ms tokens_in tokens_out cost_usd trace"
-    if _plain_console().width < 130:
+    if plain_console().width < 130:
         names = "at fate status cost_usd trace model"
     _print_rows(args, rows, names.split())
     return 0
@@ -10476,12 +9537,12 @@ def _calls_command(args: argparse.Namespace) -> int:
 def _trace(args: argparse.Namespace) -> int:
     rows = [shown_row(row) for row in _read_ledger(args, *calls_query({}, args.id))]
     if not rows:
-        raise LedgerError(f"no call of trace {printable(args.id)} is in the ledger")
+        raise CannotError(f"no call of trace {printable(args.id)} is in the ledger")
     if args.json or args.csv:
-        _print_rows(args, rows, rows[0])
-    else:
-        for row in reversed(rows):
-            print("\n".join(printable(line, 500) for line in timeline(row)))
+        _print_rows(args, rows, list(rows[0]))
+        return 0
+    for row in reversed(rows):
+        print("\n".join(printable(line, 500) for line in timeline(row)))
     return 0
 
 
@@ -10500,21 +9561,18 @@ def timeline(row: dict[str, Any]) -> Iterable[str]:
             yield f"  {'':>9}     {what}: {row[name]:.0f} ms in all"
     for number, step in enumerate(row["steps"], 1):
         key = f" with key {step['key']}" if step["key"] not in ("", "caller's own") else ""
-        yield (
-            f"  {step['at_ms']:>9.0f} ms  attempt {number} at {step['upstream']}{key}: "
-            f"{step['outcome']} after {step['ms']:.0f} ms"
-        )
+        what = f"attempt {number} at {step['upstream']}{key}: {step['outcome']}"
+        yield f"  {step['at_ms']:>9.0f} ms  {what} after {step['ms']:.0f} ms"
     if row["steps"] and row["status"] < 400:
         first_ms = row["steps"][-1]["at_ms"] + row["ttft_ms"]
         yield f"  {first_ms:>9.0f} ms  first byte, {row['ttft_ms']:.0f} ms after it was asked for"
     about = " (estimated)" if row["tokens_estimated"] else ""
     saved = f", saved {row['saved_usd']:.6f} USD" if row["saved_usd"] else ""
+    cost = "no price" if row["cost_usd"] is None else f"{row['cost_usd']:.6f} USD"
     what = {"open": "not ended", "lost": "lost with its process"}.get(row["state"], "ended")
-    yield (
-        f"  {row['total_ms']:>9.0f} ms  {what}: {row['status']} {row['code']}".rstrip()
-        + f", {row['fate']}, tokens {row['tokens_in']} in, {row['tokens_out']} out{about}, "
-        + ("no price" if row["cost_usd"] is None else f"{row['cost_usd']:.6f} USD") + saved
-    )  # fmt: skip
+    what = f"{what}: {row['status']} {row['code']}".rstrip()
+    used = f"tokens {row['tokens_in']} in, {row['tokens_out']} out{about}, {cost}{saved}"
+    yield f"  {row['total_ms']:>9.0f} ms  {what}, {row['fate']}, {used}"
 
 
 @command("spend", "money and tokens, from the ledger", (
@@ -10523,20 +9581,17 @@ def timeline(row: dict[str, Any]) -> Iterable[str]:
         "over the last span, like 12h (default 30d)"}), *_LEDGER,
 ), "examples:\n  llmproxy spend --by client --since 7d")  # fmt: skip
 def _spend(args: argparse.Namespace) -> int:
-    try:
-        since_s = parse_span(args.since)
-    except ValueError as error:
-        raise ConfigError(f"--since: {error}") from None
+    since_s = _parsed("--since", parse_span, args.since)
     rows = _read_ledger(args, *spend_query(args.by, time.time() - since_s))
     names = ["name", "calls", "tokens_in", "tokens_out", "cost_usd", "unpriced_tokens"]
-    if _plain_console().width >= 110:
+    if plain_console().width >= 110:
         names[2:2], names[6:6] = ["upstream_calls"], ["saved_usd"]
     if not (args.json or args.csv):
-        measure_ = "cost_usd" if any(row["cost_usd"] for row in rows) else "tokens_in"
-        most = max((row[measure_] for row in rows), default=0) or 1
+        measured = "cost_usd" if any(row["cost_usd"] for row in rows) else "tokens_in"
+        most = max((row[measured] for row in rows), default=0) or 1
         for row in rows:
             row["name"] = row["name"] or "-"
-            row[""] = "█" * math.ceil(10 * row[measure_] / most)
+            row[""] = "█" * math.ceil(10 * row[measured] / most)
         names.append("")
     _print_rows(args, rows, names)
     return 0
@@ -10544,8 +9599,7 @@ def _spend(args: argparse.Namespace) -> int:
 
 @command("key", "client keys: new NAME prints one once, list, revoke NAME", (
     ("verb", {"choices": ("new", "list", "revoke")}),
-    ("name", {"nargs": "?", "help": "the client's name"}),
-    ("--config", {"metavar": "PATH", "help": "the TOML file (default as for serve)"}),
+    ("name", {"nargs": "?", "help": "the client's name"}), ("--config", _CONFIG),
 ), """examples:
   llmproxy key new alice
   llmproxy key list
@@ -10559,10 +9613,8 @@ def _key(args: argparse.Namespace) -> int:
             for rule in clients:
                 print(f"{rule.name}  {_differing(rule)}")
             return 0
-        if not args.name or not re.fullmatch(r"[\w.-]{1,64}", args.name, re.ASCII):
-            raise ConfigError(f"key {args.verb}: wants a NAME of letters, digits, - _ and .")
-        known = [rule.name for rule in clients]
-        if (args.name in known) is (args.verb == "new"):
+        _parsed(f"key {args.verb}: NAME", parse_name, args.name or "")
+        if (args.name in [rule.name for rule in clients]) is (args.verb == "new"):
             why = "is there already" if args.verb == "new" else "is not there"
             raise ConfigError(f"{path}: client {args.name} {why}")
         if args.verb == "revoke":
@@ -10613,19 +9665,15 @@ def _completion(args: argparse.Namespace) -> int:
 def completions(words: list[str]) -> list[str]:
     """What may stand where the last of these words does."""
     begun = words[-1] if words else ""
-    if words[:1] == ["set"] and "=" in "".join(words[-2:]):
-        is_apart = "=" in words[-2:]  # as bash takes it: name, =, value
-        name, _, begun = ("".join(words[-2:]) if is_apart else begun).rpartition("=")
-        name = words[len(words) - 2 - words[::-1].index("=")] if is_apart else name
-        item = SETTINGS.get(name.replace("-", "_"))
-        values = [] if item is None else [*item.metadata["also"], *choices_of(item)]
-        prefix = "" if is_apart else f"{name}="
-        return [prefix + value for value in values if value.startswith(begun)]
+    if words[:1] == ["set"] and (value := re.fullmatch(r"(\S+?)( ?= ?)(\S*)", " ".join(words[1:]))):
+        item = SETTINGS.get(value[1].replace("-", "_"))  # bash takes name, = and value apart
+        values = [] if item is None else [
+            *item.metadata["also"], *getattr(item.metadata["parse"], "choices", ())]  # fmt: skip
+        prefix = "" if " " in value[2] else f"{value[1]}="
+        return [prefix + word for word in values if word.startswith(value[3])]
     known = [*COMMANDS, "--version", "--help"] if len(words) < 2 else []
     name = words[0] if words and words[0] in COMMANDS else "serve"
-    parser = _Parser(prog=name)
-    COMMANDS[name].fill(parser)
-    for action in parser._actions:
+    for action in COMMANDS[name].parser(name)._actions:
         values = [str(choice) for choice in action.choices or ()]
         if isinstance(action.metavar, str) and "|" in action.metavar:
             values = action.metavar.split("|")
@@ -10650,7 +9698,7 @@ def _console(live: str) -> Console | None:
     return Console(force_terminal=True if live == "on" else None)
 
 
-def _run_loop(work: Any) -> int:
+def _run_loop(work: Coroutine[Any, Any, V]) -> V:
     """Run on uvloop where it is installed."""
     # A call leaves little that is cyclic: collect seldom, and never what was there at the start.
     gc.freeze()
@@ -10661,7 +9709,7 @@ def _run_loop(work: Any) -> int:
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return int(runner.run(work))
+        return runner.run(work)
 
 
 def _open_standard_files() -> None:
@@ -10676,45 +9724,35 @@ def _open_standard_files() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def _parser(wanted: str) -> _Parser:
-    """Of all commands by name; only the one that is `wanted` has its flags."""
-    parser = _Parser(
-        prog="llmproxy", description="A local proxy for LLM calls. Without a command: serve.",
-        epilog="llmproxy COMMAND --help tells more; without a command, llmproxy serve --help.",
-    )  # fmt: skip
-    parser.add_argument("--version", action="version", version=f"llmproxy {__version__}")
-    commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
+def _print_help() -> int:
+    print("usage: llmproxy [COMMAND] [ARGS]\n\nA local proxy for LLM calls. Commands:\n")
     for name, found in COMMANDS.items():
-        sub = commands.add_parser(
-            name, help=found.text, description=found.text, epilog=found.notes or None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        sub.add_argument("--version", action="version", version=f"llmproxy {__version__}")
-        sub.set_defaults(run=found.run, parser=sub)
-        if name == wanted:
-            found.fill(sub)
-    return parser
+        print(f"  {name:12} {found.text}")
+    print("\nllmproxy COMMAND --help tells more; without a command, llmproxy serve --help.")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     _open_standard_files()
     words = sys.argv[1:] if argv is None else argv
-    if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help", "--version")):
-        words = ["serve", *words]
     logging.basicConfig(handlers=[stderr_log], level=logging.WARNING)
     try:
+        if words[:1] in (["-h"], ["--help"]):
+            return _print_help()
         if words[:2] == ["completion", "words"]:  # what is being typed need not be right
             print("\n".join(completions(words[3:])))
             return 0
-        args, rest = _parser(words[0]).parse_known_args(words)
+        name, *rest = words if words and words[0] in COMMANDS else ["serve", *words]
+        parser = COMMANDS[name].parser(name)
+        args, rest = parser.parse_known_args(rest)
         if rest and getattr(args, "name", "") is None and not rest[0].startswith("-"):
             args.name = rest.pop(0)  # key new --config F NAME
         if rest:
-            args.parser.refuse(rest)
-        code = int(args.run(args))
+            parser.refuse(rest[0])
+        code = COMMANDS[name].run(args)
         sys.stdout.flush()
         return code
-    except (ConfigError, ListenError, LedgerError, RemoteError) as error:
+    except (ConfigError, CannotError) as error:
         print(f"llmproxy: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:  # nothing can be written any more
