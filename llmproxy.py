@@ -2516,30 +2516,45 @@ def last_event_end(data: bytes) -> int:
     return max((data.rfind(mark) + len(mark)) * (mark in data) for mark in _EVENT_ENDS)
 
 
+def fault_status(doc: Any) -> int:
+    """The status that a document means which is an error, whatever its answer's was; 0: none."""
+    if not isinstance(doc, dict):
+        return 0
+    holder = _dict(doc, "response") or doc  # OpenAI's responses route wraps it in a stream
+    error = holder.get("error") or (doc if doc.get("type") == "error" else None)
+    choices = doc.get("choices")
+    choices = [c for c in choices if isinstance(c, dict)] if isinstance(choices, list) else []
+    ends = [choice.get("finish_reason") for choice in choices]
+    if not error and "error" not in ends and holder.get("status") != "failed":
+        return 0
+    error = error if isinstance(error, dict) else {}
+    for said in (error.get("code"), error.get("status"), error.get("type")):
+        if (number := whole_number(said) or STATUS_OF.get(str(said), 0)) and 400 <= number < 600:
+            return number
+    return 500
+
+
 def stream_error(event: bytes) -> tuple[int, bytes] | None:
-    """Status and JSON of an error that a stream's event carries, in either dialect."""
-    if b"error" not in event:
+    """Status and JSON of an error that a stream's event carries, in any dialect."""
+    if not HAS_FAULT.search(event):
         return None
-    data = event_data(event)
-    with contextlib.suppress(ValueError, RecursionError):
-        doc = json.loads(data)
-        error = doc.get("error") if isinstance(doc, dict) else None
-        if error is None and isinstance(doc, dict) and doc.get("type") == "error":
-            error = doc  # OpenAI's responses route
-        if error:
-            error = error if isinstance(error, dict) else {}
-            codes = [code for code in (error.get("code"), error.get("status")) if type(code) is int]
-            said = next((code for code in codes if 400 <= code < 600), None)
-            status = said or _ANTHROPIC_STATUS.get(str(error.get("type")), 500)
-            return status, data.encode()
-    return None
+    status = fault_status(json_at(data := event_data(event)))
+    return (status, data.encode()) if status else None
 
 
-def has_error(data: bytes) -> bool:
-    """Whether one of a stream's events says that it has failed."""
-    if b"error" not in data and b'"response.failed"' not in data:
-        return False
-    return b'"response.failed"' in data or any(map(stream_error, EVENT_END.split(data)))
+def stream_fault(data: bytes) -> int:
+    """What the first error among a stream's events means; 0 where there is none."""
+    if not HAS_FAULT.search(data):
+        return 0
+    return next((found[0] for found in map(stream_error, EVENT_END.split(data)) if found), 0)
+
+
+def is_worth_keeping(body: bytes, request: Any, usage: Usage) -> bool:
+    """Whether a whole answer also says something, and ends because it was at its end."""
+    ends = set(_ENDS.findall(body))
+    is_cut = bool(ends & _CUT) and usage.completion < (request.max_tokens or math.inf)
+    says = bool(_SAYS.search(body) if _SHAPED.search(body) else body.strip())
+    return says and not is_cut and not ends & _BAD and not request.doc.get("background")
 
 
 def is_whole(data: bytes, route: Route | None, doc: Mapping[str, Any]) -> bool:
@@ -2551,12 +2566,26 @@ def is_whole(data: bytes, route: Route | None, doc: Mapping[str, Any]) -> bool:
     return ends is not None and len(ends.findall(data)) >= wanted
 
 
-_ANTHROPIC_STATUS = {
+# What codes and types of errors mean, where a number says nothing: the prompt's fault, the key's,
+# the limit's, the upstream's (which is all else).
+STATUS_OF = {
     "invalid_request_error": 400, "authentication_error": 401, "billing_error": 402,
     "permission_error": 403, "not_found_error": 404, "request_too_large": 413,
     "rate_limit_error": 429, "api_error": 500, "timeout_error": 504, "overloaded_error": 529,
-    "exceed_context_size_error": 400, "unavailable_error": 503,
+    "exceed_context_size_error": 400, "unavailable_error": 503, "context_length_exceeded": 400,
+    "invalid_prompt": 400, "content_filter": 400, "content_policy_violation": 400,
+    "bad_request_error": 400, "invalid_api_key": 401, "model_not_found": 404,
+    "rate_limit_exceeded": 429, "insufficient_quota": 429, "server_is_overloaded": 503,
 }  # fmt: skip
+HAS_FAULT = re.compile(rb'"error"\s*:\s*[^n\s]|"(?:status|type)"\s*:\s*"[\w.]*failed"'
+                       rb'|"(?:finish_reason|type)"\s*:\s*"error"')  # fmt: skip
+# How an answer may end, and what says that there is something in it.
+_ENDS = re.compile(rb'"(?:finish_reason|stop_reason|stop_type|status|reason)"\s*:\s*"(\w+)"')
+_CUT = frozenset((b"length", b"max_tokens", b"limit", b"max_output_tokens"))
+_BAD = frozenset((b"content_filter", b"error", b"pause_turn", b"refusal", b"failed", b"cancelled"))
+_SHAPED = re.compile(rb'"(?:choices|content|output)"')
+_SAYS = re.compile(rb'"(?:content|text|arguments|partial_json|delta)"\s*:\s*"[^"]'
+                   rb'|"type"\s*:\s*"tool_use"')  # fmt: skip
 
 
 class Events:
@@ -3988,6 +4017,11 @@ class Llama:
 
 # llama.cpp's answers to a prompt that does not fit, of any age: the same again, every time.
 TOO_LONG = re.compile(rb"exceed_context_size_error|[Cc]ontext size has been exceeded")
+# A 403 that is for the key or its account; any other is for what one call asks.
+KEY_REFUSED = re.compile(
+    rb"\bkey\b|account|organi[sz]ation|project|billing|suspended|revoked|unsupported_country|^\s*$",
+    re.IGNORECASE,
+)
 
 
 @dataclass(slots=True)
@@ -4016,20 +4050,30 @@ class Failure:
 
 
 def judge(head: Head, body: bytes) -> Failure | None:
-    """What an error answer means; None for an answer that is simply passed on."""
+    """What an answer means that is an error; None for one that is simply passed on.
+
+    Judged alike, whether the status says so, a 200's body or a stream: the prompt's fault, the
+    key's, the limit's, or the upstream's, which alone counts for its circuit.
+    """
     status = head.status
     if status < 400:
-        return None
+        is_odd = status == 200 and "json" in head.kind and HAS_FAULT.search(body)
+        if not is_odd or not (status := fault_status(json_at(body))):
+            return None
     is_loading, is_too_long = status == 503 and b"Loading model" in body, TOO_LONG.search(body)
     is_final = bool(is_too_long) or head.low.get("x-should-retry") == "false"
     return Failure(
         ProxyError("upstream_unreachable", f"the upstream answered {status}"),
         is_transient=status in TRANSIENT and not is_final,
-        # A 501 says that a feature is off; the server is well.
-        counts=status >= 500 and status != 501 and not is_loading and not is_too_long,
+        counts=is_outage(status) and not is_loading and not is_too_long,
         ran_nothing=status == 429 and not is_final, is_loading=is_loading, status=status,
         retry_after_s=asked_wait_s(head.low, time.time()), answer=(head, body),
     )  # fmt: skip
+
+
+def is_outage(status: int) -> bool:
+    """Whether a status is the upstream's own fault; a 501 says that a feature is off."""
+    return status >= 500 and status != 501
 
 
 class Link(ResponseHandler):
@@ -6083,7 +6127,7 @@ class Exchange:
 
         self._upload_error: ProxyError | None = None
         self.is_complete = False  # whole and good: may be kept
-        self.has_failed = False  # ended in an error event
+        self.fault = 0  # the status that an error event means in which it ended
         self.is_odd = False  # a stream that holds no plain answer, though it is whole
         self.is_cut = False  # where its task's budget ended
         self.metered = 0  # tokens of a cut stream
@@ -6191,7 +6235,7 @@ class Exchange:
             if link.is_over:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
             if size > FLIGHT_BYTES:
-                self.has_failed = self._head.status >= 500
+                self.fault = self._head.status if self._head.status >= 400 else 0
                 self._begin()
                 self._give(b"".join(parts))
                 await self._flow()
@@ -6234,7 +6278,7 @@ class Exchange:
                 raise
         has_ended = self._judge_end()
         # Without a length or a last chunk, only the stream itself can tell that it is whole.
-        is_open = not (has_ended or self.has_failed or is_coded or self.is_cut)
+        is_open = not (has_ended or self.fault or is_coded or self.is_cut)
         may_be_cut = head.ends_with_connection or self._upstream.llama.is_known
         if is_open and self._flight.size_bytes and may_be_cut:
             raise aiohttp.ClientPayloadError
@@ -6244,8 +6288,8 @@ class Exchange:
         """Whether a stream has said that it is at its end, and not with an error."""
         flight, request = self._flight, self._request
         tail = decoded(flight.held(), self._head)
-        self.has_failed = has_error(tail)
-        found = not self.has_failed and is_whole(tail, request.route, request.doc)
+        self.fault = stream_fault(tail)
+        found = not self.fault and is_whole(tail, request.route, request.doc)
         self.is_complete = found and not self.is_cut and not flight.is_overgrown
         return found
 
@@ -7018,8 +7062,8 @@ class Gateway:
             if failure is None:
                 return
             # Somebody else may do better; a 4xx would be the same anywhere.
-            is_outage = failure.is_transient or failure.counts or failure.is_key_refused
-            if is_last or not is_outage:
+            may_do_better = failure.is_transient or failure.counts or failure.is_key_refused
+            if is_last or not may_do_better:
                 self._give_up(flight, failure)
                 return
 
@@ -7077,7 +7121,8 @@ class Gateway:
             failure = await exchange.run()
             if failure is None:
                 outcome = str(flight.head.status if flight.head is not None else 0)
-                (attempt.failed if exchange.has_failed else attempt.ok)()
+                said = attempt.failed if is_outage(exchange.fault) else attempt.alive
+                (said if exchange.fault else attempt.ok)()
                 flight.finish()
                 self._settle(flight, lease, exchange)
                 return None
@@ -7134,7 +7179,8 @@ class Gateway:
             is_same, dedup = is_deterministic(request.doc), self.settings.dedup
             may_keep = dedup == "on" or (dedup == "deterministic" and is_same)
             is_good = exchange.is_complete and head.status == 200 and not flight.is_overgrown
-            if is_good and may_keep and is_newest and not record.fallback:
+            is_good = is_good and "html" not in head.kind and not record.fallback
+            if is_good and may_keep and is_newest and is_worth_keeping(plain, request, usage):
                 kept = Kept(
                     head.reason, NOT_KEPT.sub(b"", head.block), head.low.get("x-request-id", ""),
                     body, self.clock(), dataclasses.astuple(usage)[:5], record.upstream,
@@ -7171,7 +7217,9 @@ class Gateway:
         self.counters.upstream_429 += failure.status == 429
         if permit is None or failure.answer is None:
             return
-        if failure.status in (401, 403) and permit.key.secret:
+        is_for_key = failure.status == 401 or (
+            failure.status == 403 and KEY_REFUSED.search(failure.answer[1]))  # fmt: skip
+        if is_for_key and permit.key.secret:
             failure.is_key_refused = permit.refuse(str(failure.status))
             why = f"the upstream answered {failure.status}"
             log.warning("upstream_key %s: %s", permit.key.name, why)

@@ -1478,7 +1478,7 @@ def test_stream_errors() -> None:
     ):  # fmt: skip
         found = llmproxy.stream_error(data)
         assert (found[0] if found else None) == status, data
-        assert llmproxy.has_error(b"".join(STREAM) + data) is (status is not None)
+        assert llmproxy.stream_fault(b"".join(STREAM) + data) == (status or 0)
 
 
 def test_fields_are_added_to_a_body_that_stays_as_it_is() -> None:
@@ -4584,6 +4584,125 @@ async def test_health_ready_status_and_who_may_ask() -> None:
 ###############################################################################
 # Gateway: what broke before
 ###############################################################################
+
+
+FAULTS: dict[str, tuple[Any, int]] = {  # an error as a document, and the status that it means
+    "code": ({"error": {"code": "context_length_exceeded"}}, 400),
+    "type": ({"error": {"type": "invalid_request_error", "code": None}}, 400),
+    "number as text": ({"error": {"code": "400", "type": "None"}}, 400),
+    "filter": ({"error": {"code": "content_filter"}}, 400),
+    "anthropic": ({"type": "error", "error": {"type": "invalid_request_error"}}, 400),
+    "responses": ({"type": "response.failed", "response": {"status": "failed", "error": {
+        "code": "invalid_prompt"}}}, 400),
+    "limit": ({"error": {"code": "rate_limit_exceeded"}}, 429),
+    "text": ({"error": "boom"}, 500),
+    "number": ({"error": {"code": 503, "type": "unavailable_error"}}, 503),
+    "finish": ({"choices": [{"index": 0, "finish_reason": "error"}]}, 500),
+    "overloaded": ({"type": "error", "error": {"type": "overloaded_error"}}, 529),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["plain", "first event", "after output"])
+@aio
+async def test_an_error_in_a_200_is_judged_as_its_status_would_be(
+    how: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)
+    is_late = how == "after output"
+
+    async def answer(exchange: Exchange) -> None:
+        doc = FAULTS[exchange.json["model"]][0]
+        if how == "plain":
+            await exchange.plain(json.dumps(doc).encode())
+        else:
+            await exchange.stream([STREAM[0]] * is_late + [event(doc)])
+
+    async with upstream(answer) as up, proxy(up.base, retries=1, breaker_failures=4) as caller:
+        for name, (doc, _) in FAULTS.items():
+            for _ in range(4 if is_late else 2):
+                code, _, said = await caller.fetch(ask(model=name, stream=how != "plain"))
+                assert code == 200 and json.dumps(doc).encode() in said  # to its caller as it is
+        calls = Counter(exchange.json["model"] for exchange in up.asked)
+        assert calls == {
+            name: 4 if is_late or status >= 429 else 2 for name, (_, status) in FAULTS.items()
+        }
+        opened = [circuit["model"] for circuit in caller.status()["open_circuits"]]
+        assert opened == [name for name, (_, status) in FAULTS.items() if status >= 500]
+        assert caller.status()["kept_answers"] == 0
+
+
+def choice(content: str | None = "hi", finish: str = "stop", **more: Any) -> dict[str, Any]:
+    message = {"role": "assistant", "content": content, **more}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": USAGE}
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SPOKEN = {
+    "type": "message",
+    "content": [{"type": "text", "text": "hi"}],
+    "usage": {"output_tokens": 3},
+}
+WORTH: dict[str, tuple[Any, dict[str, Any], bool]] = {  # an answer, what was asked, is it kept?
+    "good": (choice(), {}, True), "a tool": (choice(None, "tool_calls", tool_calls=[CALL]), {}, True),
+    "cut as asked": (choice(finish="length"), {"max_tokens": 3}, True),
+    "cut before": (choice(finish="length"), {"max_tokens": 300}, False),
+    "cut unasked": (choice(finish="length"), {}, False), "empty": (choice(""), {}, False),
+    "only thoughts": (choice(None, reasoning_content="hm"), {}, False),
+    "filtered": (choice("x", "content_filter"), {}, False),
+    "paused": ({**SPOKEN, "stop_reason": "pause_turn"}, {}, False),
+    "refused": ({**SPOKEN, "stop_reason": "refusal"}, {}, False),
+    "spoken": ({**SPOKEN, "stop_reason": "end_turn"}, {}, True),
+    "cancelled": ({"object": "response", "status": "cancelled", "output": []}, {}, False),
+    "a ticket": ({"object": "response", "status": "queued", "output": []}, {"background": True}, False),
+    "nothing": (b"", {}, False), "a page": (b"<html>busy</html>", {}, False),
+    "a vector": ({"data": [{"embedding": [0.1]}]}, {}, True),
+    "thoughts, streamed": ([event({"choices": [{"delta": {"reasoning_content": "hm"}}]}), STREAM[2]], {}, False),
+    "words, streamed": (STREAM, {}, True),
+    "cut, streamed": ([STREAM[0], chunk(None, "length")], {}, False),
+}  # fmt: skip
+
+
+@aio
+async def test_only_an_answer_that_is_whole_and_good_is_kept() -> None:
+    async def answer(exchange: Exchange) -> None:
+        said = WORTH[exchange.json["model"]][0]
+        if isinstance(said, list):
+            await exchange.stream([*said, DONE])
+        elif isinstance(said, bytes):
+            await exchange.plain(said, kind="text/html")
+        else:
+            await exchange.plain(json.dumps(said).encode())
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        for name, (said, asked, is_kept) in WORTH.items():
+            body = ask(model=name, stream=isinstance(said, list), **asked)
+            got = [await caller.fetch(body) for _ in range(2)]
+            fates = [headers["x-llmproxy-fate"] for _, headers, _ in got]
+            assert fates == ["miss", "hit" if is_kept else "miss"], name
+            assert got[0][2] == got[1][2]
+
+
+@aio
+async def test_a_403_for_what_one_call_asks_rests_no_key(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("ONE", "sk-one")
+    monkeypatch.setenv("TWO", "sk-two")
+    flagged = b'{"error": {"message": "Input was flagged", "metadata": {"reasons": ["violence"]}}}'
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.json["model"] == "m":
+            await asyncio.sleep(0.02)
+            return await exchange.plain(
+                *((flagged, "403 X") if "bad" in str(exchange.json) else ())
+            )
+        await exchange.plain(b'{"error": {"message": "This key may not use the model"}}', "403 X")
+
+    keys = [KeyRule(env="ONE"), KeyRule(env="TWO")]
+    async with upstream(answer) as up, proxy(up.base, keys=keys) as caller:
+        got = await asyncio.gather(*(caller.fetch(ask(f"bad {n}")) for n in range(6)))
+        assert {(status, body) for status, _, body in got} == {(403, flagged)} and up.calls == 6
+        assert (await caller.fetch(ask("good")))[0] == 200
+        assert {key["state"] for key in first(caller)["keys"]} == {"ok"}
+        assert (await caller.fetch(ask(model="secret")))[0] == 403  # both say so: it is the call
 
 
 @aio
