@@ -45,6 +45,7 @@ import hashlib
 import heapq
 import hmac
 import http.client
+import importlib
 import ipaddress
 import itertools
 import json
@@ -173,6 +174,7 @@ ERRORS = {
     "not_found": (404, "invalid_request_error", "not_found_error", False),
     "model_not_found": (404, "invalid_request_error", "not_found_error", False),
     "request_too_large": (413, "invalid_request_error", "request_too_large", False),
+    "unsupported_encoding": (415, "invalid_request_error", "invalid_request_error", False),
     "model_not_allowed": (403, "invalid_request_error", "permission_error", False),
     "queue_full": (429, "rate_limit_error", "rate_limit_error", True),
     "queue_timeout": (429, "rate_limit_error", "rate_limit_error", True),
@@ -204,6 +206,11 @@ class ProxyError(Exception):
     @property
     def is_rejection(self) -> bool:
         return not self.code.startswith("upstream_")
+
+
+def too_large(limit_bytes: int) -> ProxyError:
+    why = f"the body is larger than {limit_bytes} bytes (--max-body)"
+    return ProxyError("request_too_large", why)
 
 
 # Of OpenAI and its kind, Anthropic, Google, GitHub, AWS, Slack, JSON web tokens, our own; and what
@@ -2108,7 +2115,7 @@ OWN_HEADERS: dict[str, tuple[str, ...]] = {  # and what they may say; nothing: a
 NOT_SENT_UPSTREAM = HOP_BY_HOP | {
     "host", "content-length", "expect", "origin", "x-request-id", "accept-encoding"
 }  # fmt: skip
-CREDENTIALS = ("authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
+CREDENTIALS: tuple[str, ...] = ("authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
 # All that another upstream than the caller meant is told of a request.
 SENT_ELSEWHERE = frozenset(
     ("content-type", "content-encoding", "accept", "accept-language", "user-agent", "traceparent",
@@ -2122,6 +2129,7 @@ HARMLESS = NOT_SENT_UPSTREAM | frozenset(
      "cache-control", "pragma", "referer", "dnt", "priority", "via", "forwarded",
      "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-port", "x-real-ip",
      "accept-language", "accept-charset", "x-client-request-id", "x-claude-code-session-id",
+     "content-encoding",
      "session_id")
 )  # fmt: skip
 _HARMLESS_KINDS = ("x-stainless-", "x-llmproxy-", "sec-", "x-b3-", "access-control-")
@@ -2175,6 +2183,8 @@ class Route:
     ends: re.Pattern[bytes] | None = None
 
 
+_NAMES_MODEL = re.compile(rb'(?im)^content-disposition:[^\r\n]*;\s*name="?model"?\s*(?:;|\r|$)')
+_VERSIONED = re.compile(r".*/v\d+(?:(?:alpha|beta)\d*)?(?:/openai)?/")
 _DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]")
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
 _STOP = re.compile(rb'"stop"\s*:\s*true')
@@ -2200,15 +2210,68 @@ ROUTES = {
 
 
 def find_route(method: str, path: str) -> tuple[Route | None, str]:
-    """The route of a path, under any prefix that ends in /v1 (SDKs make /v1/v1/messages too)."""
-    name = path.rpartition("/v1/")[2] if "/v1/" in path else path[1:]
+    """The route of a path, under any prefix that ends in a version (/v1, /v1beta/openai, /v4)."""
+    found = _VERSIONED.match(path)  # SDKs make /v1/v1/messages too
+    name = (path[found.end() :] if found else path[1:]).rstrip("/")
     return ROUTES.get(name) if method == "POST" else None, name
 
 
-def is_readable(low: Mapping[str, str]) -> bool:
-    """Whether a body may be JSON that we can read; like llama.cpp we take it under any name."""
-    is_coded = low.get("content-encoding", "identity") != "identity"
-    return not is_coded and not low.get("content-type", "").startswith("multipart/")
+def may_name_model(path: str, kind: str) -> bool:
+    """Whether a body may be JSON, under whatever name, or a form that names a model."""
+    is_file = kind.startswith(("audio/", "image/", "video/", "application/octet-stream"))
+    return not is_file and not re.search(r"/(?:files|uploads)(?:/|$)", path)
+
+
+def form_model(body: bytes, kind: str) -> str:
+    """The field `model` of a multipart form (RFC 7578); nothing where two say different things."""
+    found = re.search(r'boundary="?([^";,\s]+)', kind)
+    parts = body.split(b"--" + bytes_of_text(found[1])) if found else []
+    cut = (part.partition(b"\r\n\r\n") for part in parts)
+    names = {value.strip() for head, _, value in cut if _NAMES_MODEL.search(head)}
+    return names.pop().decode("utf-8", "replace") if len(names) == 1 else ""
+
+
+def uncoded(body: bytes, codings: str, limit_bytes: int) -> bytes:
+    """A request's body without its content codings.
+
+    Raises ProxyError: request_too_large, unsupported_encoding, invalid_request.
+    """
+    for name in reversed([coding.strip() for coding in codings.lower().split(",")]):
+        if name in ("", "identity"):
+            continue
+        try:
+            if name in ("gzip", "x-gzip", "deflate"):
+                inflate = zlib.decompressobj(-15 if body[:1] not in (b"\x1f", b"\x78") else 47)
+                body = inflate.decompress(body, limit_bytes + 1)
+                is_whole = inflate.eof
+            elif name == "zstd":
+                unzstd = _zstd().ZstdDecompressor()
+                body, is_whole = unzstd.decompress(body, limit_bytes + 1), unzstd.eof
+            elif name == "br":
+                unbrotli = importlib.import_module("brotli").Decompressor()
+                body = unbrotli.process(body, output_buffer_limit=limit_bytes + 1)
+                is_whole = unbrotli.is_finished()
+            else:
+                raise ImportError(name)
+        except ImportError:
+            why = f"bodies coded as {printable(name)} are not understood here; send it plainly"
+            mend = ", or: pipx inject llmproxyd brotli backports.zstd"
+            raise ProxyError("unsupported_encoding", why + mend) from None
+        except Exception as error:  # of whatever kind its library has
+            why = f"the body is not the {name} that it is said to be ({type(error).__name__})"
+            raise ProxyError("invalid_request", why) from None
+        if len(body) > limit_bytes:
+            raise too_large(limit_bytes)
+        if not is_whole:
+            raise ProxyError("invalid_request", f"the body's {name} is cut off")
+    return body
+
+
+def _zstd() -> Any:
+    """The standard library's (3.14), or its backport."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("compression.zstd")
+    return importlib.import_module("backports.zstd")
 
 
 @functools.lru_cache(4096)
@@ -2693,8 +2756,10 @@ def _usage_of(text: str) -> Usage | None:
         cached = _whole(timings, "cache_n")
         prompt = _whole(timings, "prompt_n") + cached
         return Usage(prompt, cached, _whole(timings, "predicted_n"))
-    if "tokens_predicted" in doc:
-        return Usage(_whole(doc, "tokens_evaluated"), 0, _whole(doc, "tokens_predicted"))
+    for asked, said in (("tokens_evaluated", "tokens_predicted"),
+                               ("prompt_eval_count", "eval_count")):  # fmt: skip
+        if asked in doc or said in doc:  # llama.cpp's own route; Ollama
+            return Usage(_whole(doc, asked), 0, _whole(doc, said))
     return None
 
 
@@ -2896,9 +2961,9 @@ def is_loopback(host: str) -> bool:
 
 
 def join_path(base: str, raw_path: str) -> str:
-    """The upstream's target; /v1 at the base's end and the path's start make one."""
-    if base.endswith("/v1") and re.match(r"/v1(?![^/?])", raw_path):
-        base = base[:-3]
+    """The upstream's target; a version at the base's end stands for the path's /v1."""
+    if re.search(r"/v\d+[a-z]*\d*(?:/openai)?$", base) and re.match(r"/v1(?![^/?])", raw_path):
+        raw_path = raw_path[3:]
     return base + raw_path
 
 
@@ -4641,7 +4706,7 @@ class Request:
     priority = "normal"
     retry: str | None = None
     task_budget = 0
-    body = b""
+    body = sent = b""  # what it says, and its bytes as they came: they may be coded
     doc: Mapping[str, Any] = {}
     model = ""
     is_stream = is_read = may_join = False
@@ -4710,7 +4775,7 @@ class Request:
 
     def let_go(self) -> None:
         """Nothing large outlives the call."""
-        self.body, self.doc = b"", {}
+        self.body, self.sent, self.doc = b"", b"", {}
         self.__dict__.pop("size", None)
 
 
@@ -5338,11 +5403,6 @@ class Upload:
         if self._payload.at_eof() and link.transport is not None:
             link.transport.write(b"0\r\n\r\n" if is_chunked else b"")
             self.is_sent = True
-
-
-def too_large(limit_bytes: int) -> ProxyError:
-    why = f"the body is larger than {limit_bytes} bytes (--max-body)"
-    return ProxyError("request_too_large", why)
 
 
 def stalled() -> ProxyError:
@@ -6896,11 +6956,17 @@ class Gateway:
     # -- 2 read
 
     async def read(self, record: Record, upload: Upload) -> None:
-        """The body of what can be joined; all else is read on its way."""
-        request = record.request
-        request.is_read = request.route is not None and is_readable(request.low)
-        if request.is_read:
-            request.body = await upload.whole()
+        """The body, where it may name a model; all else is read on its way."""
+        request, kind = record.request, record.request.low.get("content-type", "")
+        is_empty = upload.is_empty or not request.may_cost
+        if is_empty or not may_name_model(request.path, kind):
+            return
+        request.sent = request.body = await upload.whole()
+        if codings := request.low.get("content-encoding"):
+            request.body = uncoded(request.sent, codings, self.settings.max_body)
+        request.is_read = not kind.startswith("multipart/")
+        if not request.is_read:
+            self._name_model(request, form_model(request.body, kind))
 
     # -- 3 join
 
@@ -6910,7 +6976,7 @@ class Gateway:
         A body that is no JSON object passes: the upstream shall say what is wrong with it.
         """
         request, settings, flights = record.request, self.settings, self.flights
-        if not request.is_read:
+        if request.route is None or not request.is_read:
             return self._pass(record, upload)
         scope, alias, found = self._scope(record), b"", None
         request.may_join = settings.dedup != "off" and "no-store" not in request.directives
@@ -6939,29 +7005,34 @@ class Gateway:
             flights.alias(alias, key)
         return found
 
-    @staticmethod
-    def _parse(request: Request) -> bytes | None:
+    def _parse(self, request: Request) -> bytes | None:
         """Take what a JSON body says; its meaning as bytes, None where it is none."""
         doc = parse_json(request.body)
         if doc is None or (meaning := canonical(doc)) is None:
             return None
         model = doc.get("model")
-        request.doc, request.model = doc, model[:200] if isinstance(model, str) else ""
-        request.is_stream, request.max_tokens = doc.get("stream") is True, max_tokens(doc)
-        if any(key in request.model for key in request.own_keys):
-            request.model = ""
-            raise ProxyError("invalid_request", "a key is no model")
+        request.doc, request.max_tokens = doc, max_tokens(doc)
+        request.is_stream = doc.get("stream") is True
+        self._name_model(request, model if isinstance(model, str) else "")
         return meaning
+
+    @staticmethod
+    def _name_model(request: Request, model: str) -> None:
+        if any(key in model for key in request.own_keys):
+            raise ProxyError("invalid_request", "a key is no model")
+        request.model = model[:200]
 
     def _pass(self, record: Record, upload: Upload) -> Flight:
         """What is not joined goes the same way, straight through."""
         request, record.fate = record.request, "bypass"
         if request.method == "GET" and (named := re.search(r"/models(?:/([^/]+))?$", request.path)):
             request.model = urllib.parse.unquote(named[1] or "")
+        if request.is_read and not request.doc:
+            self._parse(request)
         if request.may_cost:
-            request.check_model("")
+            request.check_model(request.model)
         flight = Flight(b"", record, True, self.abandon)
-        flight.upload = None if request.body or upload.is_empty else upload
+        flight.upload = None if request.sent or upload.is_empty else upload
         return flight
 
     def _scope(self, record: Record) -> Any:
@@ -6991,7 +7062,8 @@ class Gateway:
             request.check_model(leader.model)
             request.model, request.is_stream = leader.model, leader.is_stream
             self.accounts.bodies(record, request.body, b"")  # its answer stands with the leader's
-            record.fate, record.shared, request.body = "joined", leader.trace, b""
+            record.fate, record.shared = "joined", leader.trace
+            request.body = request.sent = b""
             self.accounts.opened(record)
             return flight
         if settings.dedup in ("on", "deterministic"):
@@ -7195,6 +7267,8 @@ class Gateway:
         """What an answer reports, or else what can be counted of it."""
         if exchange.is_cut:
             return Usage(lease.prompt_tokens, 0, exchange.metered, is_estimated=True)
+        if "ndjson" in head.kind:  # Ollama's last line says it
+            plain = plain.rstrip().rpartition(b"\n")[2]
         usage = read_usage(plain + exchange.extra, head.is_stream)
         if usage is None and lease.record.fate == "bypass":
             return lease.unknown()
@@ -7349,10 +7423,8 @@ class Gateway:
         """
         record, request, gate = flight.record, flight.record.request, target.upstream.gate
         size, weight = len(request.body), 0
-        if flight.passes and not size:
-            length, kind = (request.low.get(f"content-{name}", "") for name in ("length", "type"))
-            is_text = is_readable(request.low) and "audio" not in kind and length.isdecimal()
-            prompt, weight = min(int(length), 2**32) // 3 if is_text else 0, 1
+        if flight.passes and not request.doc:  # what a file comes to nobody knows
+            prompt, weight = size // 3 if request.is_read else 0, 1
         elif request.doc and (
             size > 3000 or gate.tpm is not None or gate.pool or gate.queued or request.client
             or record.task or not self.accounts.budgets.is_empty
@@ -7364,7 +7436,7 @@ class Gateway:
         places = target.upstream.llama.places(request.doc)
         return Demand(
             weight or max(1, prompt // 1000), prompt, output, record.client, request.priority,
-            target.model, size, target.circuit, places,
+            target.model, len(request.sent), target.circuit, places,
         )  # fmt: skip
 
     def plan(self, flight: Flight, lease: Lease, may_stream: bool = True) -> Plan:
@@ -7385,24 +7457,28 @@ class Gateway:
         if not is_stream and (is_learned or "timeout" not in settings.given):
             # A plain answer is silent until it is whole: allow for what it has to write.
             first_s += lease.demand.output_tokens * target.learned.token_s
-        block, raw_path = self._headers(request, target, flight.passes)
-        plan = Plan(raw_path, block, body, first_s, silence_s, settings.total_timeout, is_stream)
+        plan = Plan("", b"", body, first_s, silence_s, settings.total_timeout, is_stream)
         # llama.cpp tells it in `timings` as well; only who wants a plain answer needs the field.
         may_ask = is_stream and request.route is not None and request.route.takes_usage
         may_ask = may_ask and (not request.is_stream or not upstream.llama.is_known)
         if may_ask and not reports_usage(doc) and upstream.usage_known.get(request.name, True):
             if (options := usage_options(doc)) is not None:
                 plan.usage_body = with_fields(body, doc, options)
+        is_as_it_came = body is request.body and plan.usage_body is None
+        plan.body = request.sent if is_as_it_came else body  # coded, where it came so
+        plan.block, plan.raw_path = self._headers(request, target, flight.passes, is_as_it_came)
         return plan
 
     @staticmethod
-    def _headers(request: Request, target: Target, passes: bool) -> tuple[bytes, str]:
+    def _headers(
+        request: Request, target: Target, passes: bool, is_as_it_came: bool
+    ) -> tuple[bytes, str]:
         """What goes up of the caller's headers and path: no credential that is not for this one."""
-        keys, is_foreign = request.own_keys, target.is_foreign
+        keys, is_foreign, raw_path = request.own_keys, target.is_foreign, request.raw_path
         is_ours = is_foreign or bool(target.upstream.gate.pool)
-        only = SENT_ELSEWHERE if is_foreign else None
-        block = request.headers.block(CREDENTIALS if is_ours else (), only)
-        raw_path = request.raw_path
+        without = CREDENTIALS if is_ours else ()
+        without = without if is_as_it_came else (*without, "content-encoding")
+        block = request.headers.block(without, SENT_ELSEWHERE if is_foreign else None)
         if is_ours or keys:
             raw_path = without_keys(raw_path, keys, KEY_PARAMETERS if is_ours else ())
         block = without_lines(block, keys) if keys else block

@@ -19,6 +19,7 @@ import functools
 import gc
 import gzip
 import hashlib
+import importlib
 import io
 import json
 import logging
@@ -43,6 +44,7 @@ import termios
 import time
 import tomllib
 import urllib.request
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -52,6 +54,7 @@ from unittest import mock
 
 import aiohttp
 import anthropic
+import brotli  # type: ignore[import-untyped]
 import openai
 import pytest
 from yarl import URL
@@ -1508,7 +1511,9 @@ def test_paths_and_headers_are_read_in_all_their_forms() -> None:
         (CHAT, "chat/completions"), ("/chat/completions", "chat/completions"),
         ("/v1/v1/messages", "messages"), ("/openai/v1/embeddings", "embeddings"),
         ("/completion", "completion"), ("/v1/threads/t/messages", ""), ("/v1/audio/speech", ""),
-        ("/x/chat/completions", ""), ("/v1/chat/completions/", ""), ("/", ""),
+        ("/x/chat/completions", ""), ("/v1/chat/completions/", "chat/completions"), ("/", ""),
+        ("/v1beta/openai/chat/completions", "chat/completions"), ("/api/chat", ""),
+        ("/api/paas/v4/chat/completions", "chat/completions"), ("/v1x/chat/completions", ""),
     ):  # fmt: skip
         assert find("POST", path)[0] is llmproxy.ROUTES.get(name), path
         assert find("GET", path)[0] is None
@@ -1516,7 +1521,7 @@ def test_paths_and_headers_are_read_in_all_their_forms() -> None:
         ("//h:1", "/v1/x?a=%2F", "//h:1/v1/x?a=%2F"), ("//h:1/v1", "/v1/x", "//h:1/v1/x"),
         ("//h:1/v1", "/x", "//h:1/v1/x"), ("//h:1/api/v1", "/v1/x", "//h:1/api/v1/x"),
         ("//h:1/api", "/v1/x", "//h:1/api/v1/x"), ("//h:1/v1", "/v12", "//h:1/v1/v12"),
-        ("//h:1/v1", "/v1?x", "//h:1/v1?x"),
+        ("//h:1/v1", "/v1?x", "//h:1/v1?x"), ("//h:1/api/paas/v4", "/v1/x", "//h:1/api/paas/v4/x"),
     ):  # fmt: skip
         assert join(base, path) == url
     date = {"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}
@@ -4680,6 +4685,102 @@ async def test_only_an_answer_that_is_whole_and_good_is_kept() -> None:
             fates = [headers["x-llmproxy-fate"] for _, headers, _ in got]
             assert fates == ["miss", "hit" if is_kept else "miss"], name
             assert got[0][2] == got[1][2]
+
+
+def coded(body: bytes) -> dict[str, bytes]:
+    """A body in every coding that a request's may have."""
+    raw = zlib.compressobj(wbits=-15)
+    zstd = importlib.import_module(
+        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    )
+    return {
+        "gzip": gzip.compress(body), "deflate": zlib.compress(body), "br": brotli.compress(body),
+        "Deflate": raw.compress(body) + raw.flush(), "zstd": zstd.compress(body),
+        "gzip, identity, br": brotli.compress(gzip.compress(body)),
+    }  # fmt: skip
+
+
+@aio
+async def test_a_body_that_names_a_model_is_read_whatever_its_route_form_and_coding(
+    monkeypatch: Patch,
+) -> None:
+    monkeypatch.setenv("ONE", "sk-one")
+    body = json.dumps({"model": "gpt-x", "input": "hi", "prompt": "hi", "max_tokens": 5}).encode()
+    part = '--B\r\nContent-Disposition: form-data; name="{}"\r\n{}\r\n{}\r\n'
+    form = part.format("file", 'Content-Type: audio/x; name="model"\r\n', "RIFF")
+    form += part.format("model", "Content-Type: text/plain\r\n", "gpt-x") + "--B--\r\n"
+    paths = [
+        "images/generations",
+        "audio/speech",
+        "responses/input_tokens",
+        "responses/compact",
+        "score",
+        "videos",
+        "/api/chat",
+        "/v1beta/openai/chat/completions",
+        "/api/paas/v4/chat/completions",
+        "chat/completions/",
+    ]
+    async with upstream() as cloud, upstream() as local:
+        rules = [UpstreamRule("cloud", cloud.base, ["gpt-*"], keys=[KeyRule(env="ONE")]),
+                 UpstreamRule("local", local.base)]  # fmt: skip
+        clients = [client_rule("alice", models=["gpt-*"], budget=1.0)]
+        more: dict[str, Any] = {"upstreams": rules, "price": ["gpt-*=1/1"], "clients": clients}
+        async with proxy(max_body=2**20, **more) as caller:
+            for path in (path if path[0] == "/" else f"/v1/{path}" for path in paths):
+                assert (await outcome(caller, body, path, ALICE))[:3] == "200", path
+                assert cloud.asked[-1].body == body and cloud.asked[-1].target == path
+            kind = {**ALICE, "Content-Type": "multipart/form-data; boundary=B"}
+            assert await outcome(caller, form.encode(), "/v1/audio/x", kind) == "200 bypass"
+            assert (cloud.calls, local.calls) == (len(paths) + 1, 0)
+            assert {row["model"] for row in await recent(caller)} == {"gpt-x"}
+            assert caller.status()["spend_usd"] > 0 and not caller.status()["unpriced_tokens"]
+            refused = "403 model_not_allowed"
+            for other, path, headers in (
+                (body.replace(b"gpt", b"llm"), "/v1/audio/speech", ALICE), (b"{}", CHAT, ALICE),
+                (form.replace("gpt", "llm").encode(), "/v1/audio/x", kind), (b"x", "/v1/x", ALICE),
+            ):  # fmt: skip
+                assert await outcome(caller, other, path, headers) == refused
+            for number, (name, sent) in enumerate(coded(body).items()):
+                said = {**ALICE, "Content-Encoding": name}
+                fate = "200 miss" if not number else "200 hit"  # it is the same call
+                assert await outcome(caller, sent, "/v1/completions", said) == fate, name
+                assert await outcome(caller, sent, "/v1/any", said) == "200 bypass"
+                assert cloud.asked[-1].body == sent  # as it came
+                assert cloud.asked[-1].headers["content-encoding"] == name
+                for odd, wanted in ((b"\0" + sent, 400), (sent[:-9], 400)):
+                    assert (await outcome(caller, odd, CHAT, said))[:3] == str(wanted), name
+                bomb = coded(b"0" * 2**21)[name]
+                assert await outcome(caller, bomb, CHAT, said) == "413 request_too_large"
+            said = {**ALICE, "Content-Encoding": "lzma"}
+            assert await outcome(caller, body, CHAT, said) == "415 unsupported_encoding"
+            said["Content-Encoding"] = "gzip"  # where it is changed on its way it goes plainly
+            asked = json.dumps({**asked_for("gpt-x"), "stream": True}).encode()
+            await caller.fetch(gzip.compress(asked), headers=said)
+            assert cloud.asked[-1].json["stream_options"] == {"include_usage": True}
+            assert "content-encoding" not in cloud.asked[-1].headers
+        assert local.calls == 0  # nothing of it, and no key, went anywhere else
+
+
+@aio
+async def test_ollamas_lines_pass_as_they_come_and_are_counted() -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin("application/x-ndjson")
+        await exchange.part(b'{"message": {"content": "hi"}, "done": false}\n')
+        await release.wait()
+        await exchange.part(b'{"done": true, "prompt_eval_count": 40, "eval_count": 8}\n')
+        await exchange.end()
+
+    body = {**ask(), "options": {"num_predict": 20_000}}
+    async with upstream(answer) as up, proxy(up.base, price=["m=1/1"]) as caller:
+        async with caller.post(body, "/api/chat") as response:
+            assert b"hi" in await response.content.readline()
+            release.set()
+            assert b"eval_count" in await response.read()
+        (row,) = await recent(caller)
+        assert (row["tokens_in"], row["tokens_out"], row["cost_usd"]) == (40, 8, 48e-6)
 
 
 @aio
