@@ -176,6 +176,7 @@ ERRORS = {
     "request_too_large": (413, "invalid_request_error", "request_too_large", False),
     "unsupported_encoding": (415, "invalid_request_error", "invalid_request_error", False),
     "model_not_allowed": (403, "invalid_request_error", "permission_error", False),
+    "upgrade_refused": (426, "invalid_request_error", "invalid_request_error", False),
     "queue_full": (429, "rate_limit_error", "rate_limit_error", True),
     "queue_timeout": (429, "rate_limit_error", "rate_limit_error", True),
     "budget_exceeded": (429, "insufficient_quota", "rate_limit_error", False),
@@ -679,6 +680,13 @@ def load_settings(
         elif variable in env:
             text = env[variable]
             settings.assign(name, [t for t in text.split(",") if t] if many else text, variable)
+    known = [f"LLMPROXY_{name.upper()}" for name in SETTINGS]
+    for variable in sorted(name for name in env if name.startswith("LLMPROXY_")):
+        # Kubernetes describes a service of our name so.
+        if variable not in known and not re.search(r"_(SERVICE|PORT)_", variable):
+            near = difflib.get_close_matches(variable, known, 1)
+            mend = f"; did you mean {near[0]}?" if near else ""
+            log.warning("%s is the variable of no setting%s", printable(variable), mend)
     where = settings.given.get("upstream", "")
     if where.startswith(("--", "LLMPROXY_")):  # goes before the file's
         settings.upstreams = []
@@ -4315,7 +4323,7 @@ class Pool:
     a chunk an assignment.
     """
 
-    TICK_S = 0.05
+    TICK_S, STALL_S = 0.05, 0.5
 
     def __init__(
         self, url: URL, proxy: URL | None, is_over: Callable[[float, float, float], bool]
@@ -4325,6 +4333,7 @@ class Pool:
         self._idle: deque[Link] = deque()
         self._busy: set[Link] = set()
         self._is_ticking = False
+        self._ticked_at = 0.0
         self._connector = aiohttp.TCPConnector(limit=0, resolver=_Resolver(), ttl_dns_cache=1)
         self._connector._factory = functools.partial(Link, loop=self._loop)  # type: ignore[assignment]
 
@@ -4351,7 +4360,7 @@ class Pool:
             link.connection = connection
         self._busy.add(link)
         if not self._is_ticking:
-            self._is_ticking = True
+            self._is_ticking, self._ticked_at = True, self._loop.time()
             self._loop.call_later(self.TICK_S, self._tick)
         return link
 
@@ -4367,7 +4376,10 @@ class Pool:
 
     def _tick(self) -> None:
         now = self._loop.time()
+        late_s, self._ticked_at = now - self._ticked_at - self.TICK_S, now
         for link in self._busy:
+            if late_s > self.STALL_S:  # it is we who stood still: what has come is read first
+                link.heard_at, link.deadline = now, link.deadline + late_s
             if link.is_paused or not link.is_busy or link.error is not None:
                 continue
             if now >= link.deadline or self._is_over(link.heard_at, link.limit_s, now):
@@ -4417,9 +4429,9 @@ class Upstream:
         self.checked_at = self.checked_s = 0.0  # when the last health check ended, how long it took
         self.usage_known: dict[str, bool] = {}  # by route: takes stream_options.include_usage
         pool = [
-            Key(key.source, read_secret(key, os.environ), key.header,
-                rpm=rebucket(None, key.rpm, clock), tpm=rebucket(None, key.tpm, clock), clock=clock)
-            for key in rule.keys
+            Key(key.source, secret, key.header, rpm=rebucket(None, key.rpm, clock),
+                tpm=rebucket(None, key.tpm, clock), clock=clock)
+            for key, secret in zip(rule.keys, self.read_keys(), strict=True)
         ]  # fmt: skip
         self.gate = Gate(1, 1, clock, pool=pool)
         self.resize()
@@ -4468,6 +4480,28 @@ class Upstream:
         }  # fmt: skip
 
     # -- keys of ours
+
+    def read_keys(self) -> list[str]:
+        """The secrets of its keys, as their sources say now. Blocks; raises ConfigError."""
+        return [read_secret(key, os.environ) for key in self.rule.keys]
+
+    def set_keys(self, secrets_: list[str]) -> bool:
+        """Use these from now on; returns whether one is new."""
+        found = [k for k, new in zip(self.gate.pool, secrets_, strict=True) if k.secret != new]
+        for key, secret in zip(self.gate.pool, secrets_, strict=True):
+            key.secret = secret
+        for key in found:
+            key.pauses.clear()
+        self.gate.dispatch()
+        return bool(found)
+
+    def led_back(self, head: Head, host: str) -> Head:
+        """A redirect to the upstream's own address leads to ours instead."""
+        to = head.low.get("location", "")
+        if not to.startswith((self.base + "/", self.base + "?")) and to != self.base:
+            return head
+        line = f"Location: http://{host}{to[len(self.base) :] or '/'}\r\n".encode()
+        return head.changed(head.status, "", line, (b"location",))
 
     def hide(self, data: bytes) -> bytes:
         """What an upstream says, without a key of ours that it quotes; as long as before."""
@@ -6209,6 +6243,8 @@ class Exchange:
         try:
             self._link = link = await self._send()
             self._head = head = self._upstream.head_of(link.message)
+            if 300 <= head.status < 400:
+                self._head = head = self._upstream.led_back(head, self._request.host)
             if head.status != 503:
                 self._upstream.llama.is_loading = False
             link.limit_s = self._plan.silence_s
@@ -6536,16 +6572,22 @@ class Control:
                     self._loaded = dataclasses.replace(self._loaded, **saved)
         return path
 
-    def reload(self) -> str:
+    async def reload(self) -> str:
         """Read the file, and all else, once more; returns what came of it.
 
         What has not changed there since it was last read stays as it was set in the meantime.
         Raises ConfigError: nothing was changed.
         """
-        settings = self._gateway.settings
-        if settings.again is None:
+        gateway, settings, old = self._gateway, self._gateway.settings, self._loaded
+        if settings.again is None or settings.path is None:
             raise ConfigError("there is no file to read again")
-        fresh, old = settings.again(), self._loaded
+        fresh = settings.again()
+        held = ("clients", "budget", "budget_month")
+        if any(getattr(old, name) for name in held) and not text_of(settings.path).strip():
+            why = "is empty, and it had clients or budgets; a save that was cut off?"
+            raise ConfigError(f"{settings.path}: {why}")
+        # Commands and files may take their time; the callers' calls go on.
+        secrets_ = await asyncio.to_thread(lambda: [u.read_keys() for u in gateway.upstreams])
         names = [n for n in (*SETTINGS, *self.TABLES) if getattr(fresh, n) != getattr(old, n)]
         live = [n for n in names if n in (*LIVE, "models", "clients")]
         new = {name: getattr(fresh, name) for name in live}
@@ -6555,6 +6597,8 @@ class Control:
         check_open(changed)
         self._take(changed)
         self._loaded = dataclasses.replace(old, **new)
+        for upstream, found in zip(gateway.upstreams, secrets_, strict=True):
+            live += ["upstream_key"] * upstream.set_keys(found)
         if old.clients and not fresh.clients:
             log.warning("no client is left in the file: whoever reaches the port may call")
         rest = [flag_name(name) for name in names if name not in live]
@@ -6576,7 +6620,13 @@ class Control:
             setattr(settings, name, getattr(changed, name))
         gateway.settings_changed()
 
-    def act(self, action: str, wanted: Mapping[str, Any]) -> str:
+    def pause(self, is_paused: bool) -> str:
+        self.is_paused = is_paused
+        for upstream in self._gateway.upstreams:
+            upstream.gate.pause(is_paused)
+        return "paused: new calls wait in the queue" if is_paused else "going on"
+
+    async def act(self, action: str, wanted: Mapping[str, Any]) -> str:
         """Pause, resume, clear what is kept, close circuits, reload; returns what was done.
 
         `wanted`: upstream, model and path of the circuit to close; none of them: all.
@@ -6584,10 +6634,7 @@ class Control:
         """
         gateway, known = self._gateway, ("upstream", "model", "path")
         if action in ("pause", "resume"):
-            self.is_paused = action == "pause"
-            for upstream in gateway.upstreams:
-                upstream.gate.pause(self.is_paused)
-            return "paused: new calls wait in the queue" if self.is_paused else "going on"
+            return self.pause(action == "pause")
         if action == "clear":
             count = len(gateway.flights.kept)
             gateway.flights.clear()
@@ -6601,7 +6648,7 @@ class Control:
                 circuit.close()
             return f"closed {len(fits)} circuits"
         if action in ("reload", "save"):
-            return self.reload() if action == "reload" else f"saved in {self.save()}"
+            return await self.reload() if action == "reload" else f"saved in {self.save()}"
         raise ConfigError(f"unknown action {printable(action)}; known: {', '.join(ACTIONS)}")
 
 
@@ -6658,7 +6705,7 @@ class Admin:
             if not isinstance(doc, dict):
                 raise ConfigError("wants a JSON object")
             if name != "settings":
-                return {"done": control.act(name.removeprefix("do/"), doc)}
+                return {"done": await control.act(name.removeprefix("do/"), doc)}
             is_saved = doc.pop("save", False)
             changed = control.change(doc)
             try:
@@ -6788,7 +6835,7 @@ class Gateway:
     async def drain(self, limit_s: float = DRAIN_S) -> bool:
         """Refuse new calls, let those in flight finish. True if all did within `limit_s`."""
         self.is_draining = True
-        self.control.act("resume", {})
+        self.control.pause(False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.open_calls or self.in_flight or self.queued:
@@ -6861,19 +6908,14 @@ class Gateway:
 
     def guard(self, record: Record) -> None:
         """Who may call, and do we understand the headers that are ours?"""
-        request, low, is_preflight = record.request, record.request.low, False
-        if request.method == "?":
-            raise ProxyError("invalid_request", "this is not a valid HTTP request")
+        request, is_preflight = record.request, False
+        self._check_protocol(request)
         if request.origin is not None:
             if not is_allowed_origin(request.origin, self.settings.allow_origin):
                 origin, request.origin = printable(request.origin), None
                 why = f"browser origin {origin} may not call; see --allow-origin"
                 raise ProxyError("forbidden_origin", why)
             is_preflight = request.method == "OPTIONS"
-        if low.get("transfer-encoding", "chunked").lower() != "chunked":
-            raise ProxyError("invalid_request", "of transfer codings only chunked is understood")
-        if "via" in low and any(u.mark in low["via"] for u in self.upstreams):
-            raise ProxyError("invalid_request", "an upstream leads back to this proxy")
         if request.host not in self._hosts:
             self.check_host(request.host, is_loopback(self.settings.host))
             if len(self._hosts) < MAX_MODELS:
@@ -6882,12 +6924,25 @@ class Gateway:
             self._own_headers(record)
         if is_preflight:
             return
-        if request.method in ("TRACE", "CONNECT"):  # it would echo whatever key is on it
-            raise ProxyError("invalid_request", f"{request.method} is not passed on")
         if self.is_draining:
             why = "the proxy is shutting down; try again"
             raise ProxyError("shutting_down", why, retry_after_s=5)
         self._authenticate(record)
+
+    def _check_protocol(self, request: Request) -> None:
+        low, why = request.low, ""
+        if request.method == "?":
+            why = "this is not a valid HTTP request"
+        elif low.get("transfer-encoding", "chunked").lower() != "chunked":
+            why = "of transfer codings only chunked is understood"
+        elif request.method in ("TRACE", "CONNECT"):  # it would echo whatever key is on it
+            why = f"{request.method} is not passed on"
+        elif "via" in low and any(u.mark in low["via"] for u in self.upstreams):
+            why = "an upstream leads back to this proxy"
+        elif low.get("upgrade", "").lower() == "websocket":  # Codex then asks by HTTP at once
+            raise ProxyError("upgrade_refused", "no WebSockets here; ask by HTTP")
+        if why:
+            raise ProxyError("invalid_request", why)
 
     def check_host(self, host: str, is_local: bool) -> None:
         if is_local and not is_loopback(host):
@@ -7665,7 +7720,6 @@ _STYLE = {
     "joined": "green", "hit": "green", "stale": "yellow", "bypass": "dim", "rejected": "red",
     "up": "green", "ok": "green", "unknown": "dim", "loading": "yellow", "restarting": "yellow",
 }  # fmt: skip
-_BARS = "▁▂▃▄▅▆▇█"
 MAX_FLOWS = 5  # clients in the queue that are shown
 _messages: deque[str] = deque(maxlen=3)  # what the log says while the table owns the terminal
 
@@ -7684,10 +7738,14 @@ def duration(ms: float) -> str:
     return f"{ms / 1000:.1f}s" if ms < 100_000 else f"{ms / 1000:.0f}s"
 
 
-def sparkline(values: list[float]) -> str:
+def sparkline(values: list[float], most: float = 0.0) -> str:
     """One bar a value, as high as its share of the highest; nothing is a blank."""
-    most = max(values, default=0.0)
-    return "".join(_BARS[math.ceil(n / most * 8) - 1] if n > 0 else " " for n in values)
+    most, bars = most or max(values, default=0.0), "▁▂▃▄▅▆▇█"
+    try:
+        bars.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeError:
+        bars = ".:-=+*#@"  # a terminal that knows no others
+    return "".join(bars[math.ceil(n / most * 8) - 1] if n > 0 else " " for n in values)
 
 
 def line_of(*parts: Any, style: str = "") -> Text:
@@ -7913,7 +7971,7 @@ class Operator:
         return f"{flag} = {done[flag]}"
 
     async def act(self, action: str, **wanted: Any) -> str:
-        return self._gateway.control.act(action, wanted)
+        return await self._gateway.control.act(action, wanted)
 
 
 class Remote(Operator):
@@ -8554,7 +8612,7 @@ async def run(settings: Settings, console: Console | None) -> int:
             if console is not None and not sys.stdout.isatty():  # the terminal has gone
                 signals.put_nowait(signal.SIGTERM)
             else:
-                reload(gateway.control)
+                gateway.answers.spawn(reload(gateway.control))
 
         if hasattr(signal, "SIGHUP"):
             loop.add_signal_handler(signal.SIGHUP, hang_up)
@@ -8593,11 +8651,11 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def reload(control: Control) -> None:
+async def reload(control: Control) -> None:
     """On SIGHUP. A bad file changes nothing."""
     notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
     try:
-        log.warning("reload: %s", control.reload())
+        log.warning("reload: %s", await control.reload())
     except ConfigError as error:
         log.error("reload: nothing was changed: %s", error)
     notify("READY=1")
@@ -9715,7 +9773,7 @@ def _spend(args: argparse.Namespace) -> int:
         most = max((row[measured] for row in rows), default=0) or 1
         for row in rows:
             row["name"] = row["name"] or "-"
-            row[""] = "█" * math.ceil(10 * row[measured] / most)
+            row[""] = sparkline([most] * math.ceil(10 * row[measured] / most))
         names.append("")
     _print_rows(args, rows, names)
     return 0
@@ -9742,7 +9800,7 @@ def _key(args: argparse.Namespace) -> int:
             why = "is there already" if args.verb == "new" else "is not there"
             raise ConfigError(f"{path}: client {args.name} {why}")
         if args.verb == "revoke":
-            replace_file(path, without_client(text, args.name))
+            replace_file(path, without_client(text, args.name) or "# the last client was revoked\n")
             print(f"revoked {args.name} in {path}; SIGHUP or restart the daemon")
             return 0
         key = f"llmp-{secrets.token_urlsafe(32)}"
@@ -9846,6 +9904,8 @@ def _open_standard_files() -> None:
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
+        with contextlib.suppress(AttributeError, ValueError):  # not of the usual kind
+            getattr(sys, name).reconfigure(errors="replace")  # whatever its encoding lacks
 
 
 def _print_help() -> int:

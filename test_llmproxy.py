@@ -4784,6 +4784,76 @@ async def test_ollamas_lines_pass_as_they_come_and_are_counted() -> None:
 
 
 @aio
+async def test_a_redirect_to_the_upstream_leads_to_us_and_a_websocket_to_http() -> None:
+    async def answer(exchange: Exchange) -> None:
+        place = exchange.headers["x-to"].replace("BASE", up.base)
+        await exchange.plain(b"", "307 X", f"Location: {place}\r\n")
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        for place, wanted in (
+            ("BASE/v1/x?a=1", f"{caller.url}/v1/x?a=1"), ("BASE", f"{caller.url}/"), ("/v1/x", "/v1/x"),
+            ("BASE0/v1", f"{up.base}0/v1"), ("https://elsewhere/v1", "https://elsewhere/v1"),
+        ):  # fmt: skip
+            more: Any = {"headers": {"x-to": place}, "allow_redirects": False}
+            async with caller.session.get(caller.url + "/v1/any", **more) as response:
+                assert (response.status, response.headers.getall("Location")) == (307, [wanted])
+        head = b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+        got = await raw(caller.url, head + b"Upgrade: websocket\r\n\r\n", until_closed=False)
+        assert b" 426 " in got[:20] and b"upgrade_refused" in got
+
+
+@aio
+async def test_a_standstill_of_ours_is_nobodys_failure(monkeypatch: Patch) -> None:
+    async def answer(exchange: Exchange) -> None:
+        if "late" in str(exchange.json):
+            await exchange.gone.wait()
+        await asyncio.sleep(0.3)  # over while we stand still
+        await exchange.plain()
+
+    async with upstream(answer) as up, proxy(up.base, timeout=0.4, retries=0) as caller:
+        calls = [asyncio.create_task(caller.fetch(ask(f"{n}"))) for n in range(8)]
+        await until(lambda: up.calls == 8)
+        time.sleep(1.5)  # noqa: ASYNC251  as where a laptop swaps, or SIGSTOP
+        assert [(await call)[0] for call in calls] == [200] * 8
+        late = asyncio.create_task(caller.fetch(ask("late")))
+        await until(lambda: up.calls == 9)
+        time.sleep(1.0)  # noqa: ASYNC251  the limit begins anew, and then holds
+        assert (await late)[0] == 504 and caller.status()["open_circuits"] == []
+
+
+@aio
+async def test_a_reload_takes_new_provider_keys_or_none(tmp_path: Path) -> None:
+    config, secret = tmp_path / "c.toml", tmp_path / "key"
+    secret.write_text("sk-old")
+    async with upstream() as up:
+        config.write_text(
+            f'upstream = "{up.base}"\nbudget = 5\nprice = "*=1/1"\n'
+            f'[[upstream_key]]\nfile = "{secret}"\n'
+            f"[[upstream_key]]\ncommand = \"sh -c 'sleep 0.3; cat {secret}2'\"\n"
+        )
+        Path(f"{secret}2").write_text("sk-second")
+        async with proxy_of(config) as caller:
+
+            async def seen() -> set[str]:
+                await asyncio.gather(*(caller.fetch(ask(f"{up.calls} {n}")) for n in range(4)))
+                return {exchange.headers["authorization"] for exchange in up.asked[-4:]}
+
+            assert await seen() == {"Bearer sk-old", "Bearer sk-second"}
+            secret.write_text("sk-new")
+            reloading = asyncio.create_task(admin(caller, "do/reload", {}))
+            await asyncio.sleep(0.05)
+            assert len(await seen()) == 2 and not reloading.done()  # nobody waits for the command
+            assert await reloading == (200, "changed upstream-key")
+            assert await seen() == {"Bearer sk-new", "Bearer sk-second"}
+            secret.unlink()
+            assert "upstream_key: file" in (await admin(caller, "do/reload", {}))[1]
+            secret.write_text("sk-newer")
+            config.write_text(" \n")
+            assert "it had clients or budgets" in (await admin(caller, "do/reload", {}))[1]
+            assert await seen() == {"Bearer sk-new", "Bearer sk-second"}
+
+
+@aio
 async def test_a_403_for_what_one_call_asks_rests_no_key(monkeypatch: Patch) -> None:
     monkeypatch.setenv("ONE", "sk-one")
     monkeypatch.setenv("TWO", "sk-two")
@@ -5419,9 +5489,13 @@ async def test_reload_changes_what_the_file_has_differently_since(tmp_path: Path
         assert doc["settings"]["timeout"] == 30 and "timeout" not in doc["given"]  # by hand
         # What alice has used still counts.
         assert [await status_of(name, "2") for name in ("alice", "bob")] == [429, 200]
-        file.write_text("")  # it would let everybody in
-        status, why = await admin(caller, "do/reload", {})
-        assert status == 400 and "whoever reaches it" in why
+        for text, said in (
+            ("", "is empty, and it had clients"),
+            ("retries = 1", "whoever reaches it"),
+        ):
+            file.write_text(text)  # it would let everybody in
+            status, why = await admin(caller, "do/reload", {})
+            assert status == 400 and said in why
         assert [client["name"] for client in caller.status()["clients"]] == ["alice", "bob"]
 
 
@@ -6084,6 +6158,45 @@ async def test_replay_reads_the_ledger(tmp_path: Path) -> None:
     report = json.loads(cli("replay", state, "--json"))
     assert [report[n] for n in ("calls", "different", "tokens")] == [5, 3, 50]
     assert report["windows"][0]["same_client"] == 2
+
+
+def test_output_is_of_any_encoding(tmp_path: Path) -> None:
+    state, model = tmp_path / "l.db", "模型-é"
+
+    async def fill() -> None:
+        async with upstream() as up, proxy(up.base, state=str(state), price=["*=1/1"]) as caller:
+            await caller.fetch(ask(model=model))
+
+    asyncio.run(fill())
+    config = tmp_path / "c.toml"
+    config.write_text(f'[model."{model}"]\nprice = "1/1"\n', "utf-8")
+    words = [[*name.split(), "--state", str(state)] for name in ("calls", "spend", "calls --csv")]
+    words.append(["check", "--config", str(config)])
+    procs = [
+        (encoding, spawn(*command, env={"PYTHONIOENCODING": encoding, "COLUMNS": "140"}, text=False))
+        for encoding in ("ascii", "cp437", "utf-8") for command in words
+    ]  # fmt: skip
+    for encoding, proc in procs:
+        out, err = cast("tuple[bytes, bytes]", proc.communicate(timeout=30))
+        assert proc.returncode == 0 and not err, (encoding, proc.args, err)
+        assert (model.encode() if encoding == "utf-8" else b"??-") in out, (encoding, proc.args)
+    env = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "ascii"}
+    with Terminal(*ON_MOCK, env=env) as terminal:
+        terminal.press(b"", "calls/s")
+        assert terminal.gives_back(b"q")
+
+
+def test_a_variable_of_no_setting_is_told_and_a_flag_goes_before_a_broken_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    env = {"LLMPROXY_TIEMOUT": "5", "LLMPROXY_PORT": "tcp://10.0.0.1:4000", "HOME": "/nonexistent",
+           "LLMPROXY_SERVICE_HOST": "10.0.0.1", "LLMPROXY_PORT_4000_TCP": "x"}  # fmt: skip
+    assert llmproxy.load_settings({"port": ["4001"]}, env, None).port == 4001
+    assert [record.message for record in caplog.records] == [
+        "LLMPROXY_TIEMOUT is the variable of no setting; did you mean LLMPROXY_TIMEOUT?"
+    ]
+    with pytest.raises(llmproxy.ConfigError, match=r"^LLMPROXY_PORT: wants a whole number"):
+        llmproxy.load_settings({}, env, None)
 
 
 def test_completion_knows_commands_flags_and_values() -> None:
