@@ -131,6 +131,8 @@ CALLER_S = 60.0  # a caller that sends or takes nothing for longer is cut off
 DRAIN_S = 30.0  # what calls in flight get after SIGTERM
 HEALTH_EVERY_S, HEALTH_LIMIT_S = 2.0, 1.5
 LOOK_S = 1.5  # between two looks at llama.cpp: asked for its slots more often, it misses hang-ups
+SILENT_LOOK_S = 10.0  # between two looks at another server that is silent for long
+FIRST_BYTE_S = 600.0  # what the official SDKs wait for an answer
 RESTART_S = 30.0  # a llama.cpp that is gone is expected back for so long
 BACKOFF_S = 0.3  # first retry; doubles, with as much again of random jitter on top
 LONGEST_PAUSE_S = 900.0  # a key that is to rest for longer is tried again after this
@@ -480,6 +482,7 @@ class ModelRule:
         "models or upstreams to ask instead while this one fails, in turn")
     price: str | None = setting(None, parse_price, "USD",
         "IN/OUT[/CACHED_IN[/CACHED_WRITE]] per million tokens")
+    timeout: float | None = setting(None, parse_seconds, "s", "silence that ends an attempt")
 
 
 @dataclass
@@ -492,7 +495,8 @@ class Settings:
     port: int = setting(4000, parse_port, "", "listen port; 0 picks one and prints it", live=False)
     timeout: float | str = setting(30.0, parse_seconds, "s", also={"auto": "auto"}, text=
         "silence of the upstream, before the first byte or between two, that ends an attempt; "
-        "auto: twice the learned p99, between 1 and 30")
+        "where it is not set by hand, the first byte of a server that answers health checks may "
+        "take 600 s; auto: twice the learned p99, between 1 and 30")
     total_timeout: float | None = setting(None, parse_seconds, "s", also=NONE, text=
         "limit for one whole upstream attempt")
     connect_timeout: float = setting(5.0, parse_seconds, "s", "limit for connecting")
@@ -542,7 +546,7 @@ class Settings:
         "further Host names accepted on loopback (host.docker.internal)")
     allow_origin: list[str] = setting([], parse_origin, "origin", text=
         "browser origins that may call (https://app.example)")
-    keepalive: float | None = setting(None, parse_seconds, "s", also={"off": None}, text=
+    keepalive: float | None = setting(15.0, parse_seconds, "s", also={"off": None}, text=
         "SSE comments to a streaming caller that still waits; later errors then come in-band")
     state: str = setting("$XDG_STATE_HOME/llmproxy/llmproxy.db", parse_text, "path", live=False,
         text="the ledger, an SQLite file; none keeps nothing")
@@ -2168,6 +2172,8 @@ class Usage:
     reasoning: int = 0
     written: int = 0  # of the prompt, to a cache
     is_estimated: bool = False
+    written_1h: int = 0  # of those, to be kept for an hour
+    seconds: int = 0  # of sound
 
     @property
     def total(self) -> int:
@@ -2196,6 +2202,7 @@ _VERSIONED = re.compile(r".*/v\d+(?:(?:alpha|beta)\d*)?(?:/openai)?/")
 _DONE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]")
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
 _STOP = re.compile(rb'"stop"\s*:\s*true')
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp[^"]{1,200})"')
 _RESPONSE_END = re.compile(rb'"response\.(?:completed|incomplete)"')
 _MESSAGE_END = re.compile(rb'"message_stop"')
 ROUTES = {
@@ -2782,7 +2789,10 @@ def _usage_from(usage: dict[str, Any]) -> Usage:
     read = _whole(usage, "cache_read_input_tokens")
     written = _whole(usage, "cache_creation_input_tokens")
     prompt = _whole(usage, "input_tokens") + read + written
-    return Usage(prompt, read or cached, _whole(usage, "output_tokens"), reasoning, written)
+    found = Usage(prompt, read or cached, _whole(usage, "output_tokens"), reasoning, written)
+    found.written_1h = _whole(_dict(usage, "cache_creation"), "ephemeral_1h_input_tokens")
+    found.seconds = math.ceil(usage["seconds"]) if type(usage.get("seconds")) in (int, float) else 0
+    return found
 
 
 def decoded(body: bytes, head: Head) -> bytes:
@@ -2984,24 +2994,46 @@ def join_path(base: str, raw_path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Micro-dollars per token, by kind of token."""
+    """Micro-dollars per token, by kind of token; `tiers` for prompts above so many."""
 
     prompt: float
     completion: float
     cached: float  # prompt tokens that were read from a cache
     written: float  # and those that were written to one
+    written_1h: float | None = None  # for an hour; None: as `written`
     most_output_tokens: int = OUTPUT_TOKENS_ABSENT
+    tiers: tuple[tuple[int, Price], ...] = ()  # the lowest first
+    image: float = 0.0  # and what is paid by the piece
+    character: float = 0.0
+    second: float = 0.0
 
-    def cost(self, usage: Usage) -> int:
+    def of(self, prompt_tokens: int) -> Price:
+        fitting = [price for above, price in self.tiers if prompt_tokens > above]
+        return fitting[-1] if fitting else self
+
+    def cost(self, usage: Usage, doc: Mapping[str, Any] | None = None) -> int:
+        """What a call cost that used so much, and asked for `doc`."""
+        price = self.of(usage.prompt)
+        long = min(usage.written_1h, usage.written) if price.written_1h is not None else 0
         fresh = max(0, usage.prompt - usage.cached - usage.written)
-        cost = fresh * self.prompt + usage.cached * self.cached + usage.written * self.written
-        return min(math.ceil(cost + usage.completion * self.completion - 1e-6), 2**50)
+        cost = fresh * price.prompt + usage.cached * price.cached
+        cost += (usage.written - long) * price.written + long * (price.written_1h or 0.0)
+        cost += usage.completion * price.completion + usage.seconds * self.second
+        return min(math.ceil(cost + self.pieces(doc) - 1e-6), 2**50)
 
-    def worst(self, prompt_tokens: int, output_tokens: int) -> int:
+    def worst(self, prompt_tokens: int, output_tokens: int, doc: Mapping[str, Any]) -> int:
         """The most that a call can cost: all of its prompt may be written to a cache."""
-        dearest = max(self.prompt, self.written)
-        cost = prompt_tokens * dearest + output_tokens * self.completion
-        return min(math.ceil(cost), 2**50)
+        price = self.of(prompt_tokens)
+        dearest = max(price.prompt, price.written, price.written_1h or 0.0)
+        cost = prompt_tokens * dearest + output_tokens * price.completion
+        return min(math.ceil(cost + self.pieces(doc)), 2**50)
+
+    def pieces(self, doc: Mapping[str, Any] | None) -> float:
+        if not doc or not (self.image or self.character):
+            return 0.0
+        said = doc.get("input")
+        chars = len(said) if isinstance(said, str) else 0
+        return copies(doc) * self.image + chars * self.character
 
 
 class Prices:
@@ -3044,23 +3076,44 @@ def _read_prices(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _listed_price(entry: Mapping[str, Any]) -> Price | None:
-    """One model of LiteLLM's model_prices_and_context_window.json; None without token prices."""
+    """One model of LiteLLM's model_prices_and_context_window.json; None without any price."""
 
     def micros(name: str, default: float | None = None) -> float | None:
         value = entry.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e3:
             return default
         return value * 1e6
 
-    prompt = micros("input_cost_per_token")
-    completion = micros("output_cost_per_token", 0.0 if entry.get("mode") == "embedding" else None)
-    if prompt is None or completion is None:
-        return None
-    cached = micros("cache_read_input_token_cost", prompt)
-    written = micros("cache_creation_input_token_cost", prompt)
+    def tier(base: Price | None, above: str) -> Price | None:
+        prompt = micros(f"input_cost_per_token{above}", base.prompt if base else None)
+        completion = micros(f"output_cost_per_token{above}", base.completion if base else None)
+        if prompt is None:
+            return None
+        cached = micros(f"cache_read_input_token_cost{above}", base.cached if base else prompt)
+        made = "cache_creation_input_token_cost"
+        written = micros(f"{made}{above}", base.written if base else prompt)
+        hour = micros(f"{made}_above_1hr{above}", base.written_1h if base else None)
+        no_output = 0.0 if completion is None and entry.get("mode") == "embedding" else completion
+        if no_output is None or cached is None or written is None:
+            return None
+        return Price(prompt, no_output, cached, written, hour)
+
+    pieces = {
+        "image": micros("output_cost_per_image") or micros("input_cost_per_image") or 0.0,
+        "character": micros("input_cost_per_character") or 0.0,
+        "second": micros("input_cost_per_second") or micros("output_cost_per_second") or 0.0,
+    }
+    if (price := tier(None, "")) is None:
+        if not any(pieces.values()):
+            return None
+        price = Price(0.0, 0.0, 0.0, 0.0)
+    marks = {m[1] for name in entry if (m := re.search(r"cost\w*?_above_(\d+)k_tokens$", name))}
+    tiers = [(1000 * int(mark), tier(price, f"_above_{mark}k_tokens")) for mark in marks]
     most = entry.get("max_output_tokens")
-    most = most if type(most) is int and most > 0 else OUTPUT_TOKENS_ABSENT
-    return Price(prompt, completion, cast(float, cached), cast(float, written), most)
+    return dataclasses.replace(
+        price, **pieces, tiers=tuple(sorted(((n, t) for n, t in tiers if t), key=lambda t: t[0])),
+        most_output_tokens=most if type(most) is int and most > 0 else OUTPUT_TOKENS_ABSENT,
+    )  # fmt: skip
 
 
 def period_start(now_unix: float, window: str) -> float:
@@ -4158,6 +4211,7 @@ class Link(ResponseHandler):
 
     is_busy = False  # with an exchange of ours; until then aiohttp may speak to a proxy
     is_paused = False  # it is we who wait, and that is no silence of the upstream
+    patience_s = 0.0  # for the first byte, beyond `limit_s`, of a server that answers meanwhile
     is_bodiless = False
     message: Any = None
     payload: Any = None
@@ -4326,7 +4380,7 @@ class Pool:
     TICK_S, STALL_S = 0.05, 0.5
 
     def __init__(
-        self, url: URL, proxy: URL | None, is_over: Callable[[float, float, float], bool]
+        self, url: URL, proxy: URL | None, is_over: Callable[[Link, float], bool]
     ) -> None:
         self._url, self._proxy, self._is_over = url, proxy, is_over
         self._loop = asyncio.get_running_loop()
@@ -4382,7 +4436,7 @@ class Pool:
                 link.heard_at, link.deadline = now, link.deadline + late_s
             if link.is_paused or not link.is_busy or link.error is not None:
                 continue
-            if now >= link.deadline or self._is_over(link.heard_at, link.limit_s, now):
+            if now >= link.deadline or self._is_over(link, now):
                 link.fail(TimeoutError())
         while self._idle and now - self._idle[0].idle_at >= IDLE_S:
             self._idle.popleft().end()
@@ -4435,6 +4489,7 @@ class Upstream:
         ]  # fmt: skip
         self.gate = Gate(1, 1, clock, pool=pool)
         self.resize()
+        self._is_silent, self._answered_at = False, -math.inf  # to a question for its health
         self._health_path = "/health"
         self.mark = f"llmproxy-{secrets.token_hex(8)}"  # on our questions: they may lead back to us
         self._check: asyncio.Task[bool] | None = None
@@ -4529,7 +4584,7 @@ class Upstream:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pool = Pool(URL(self.base), self._proxy, self.llama.is_over)
+        self._pool = Pool(URL(self.base), self._proxy, self._is_over)
         self._attending = self._loop.create_task(self._attend())
 
     async def close(self) -> None:
@@ -4550,14 +4605,30 @@ class Upstream:
         await self.llama.learn_props()
 
     async def _attend(self) -> None:
-        """Keep an eye on a llama.cpp, and on a server of this machine that is not there yet."""
+        """Keep an eye on a llama.cpp, a server of ours that is not there yet, a silent one."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 idle = not self.gate.running
                 self.is_healthy = await self.llama.attend(self.attempts, idle, self.is_alive)
+                if self._is_silent and time.monotonic() - self.checked_at > SILENT_LOOK_S:
+                    self._is_silent = False
+                    await self.is_alive()
             except Exception as error:  # it goes on, whatever a server says
                 log.error("internal error: %s", fault_lines(error))
+
+    def _is_over(self, link: Link, now: float) -> bool:
+        """Whether a silent exchange is to be given up.
+
+        A server that answers a free question is not hung: it may be at work on a picture or a long
+        thought, or be loading a model. So its first byte may take as long as SDKs wait.
+        """
+        silent_s = now - link.heard_at
+        if self.llama.is_known or not link.patience_s or link.message is not None:
+            return self.llama.is_over(link.heard_at, link.limit_s, now)
+        self._is_silent |= silent_s > link.limit_s / 2
+        is_alive = now - self._answered_at < SILENT_LOOK_S + link.limit_s / 2
+        return silent_s >= (link.patience_s if is_alive else link.limit_s)
 
     def _reached(self, is_reachable: bool, message: str = "") -> None:
         """Say it once when that changes."""
@@ -4588,6 +4659,7 @@ class Upstream:
         except (*NO_ANSWER, ValueError):
             self.is_healthy = False
         self.checked_at = time.monotonic()
+        self._answered_at = self.checked_at if self.is_healthy else -math.inf
         self.checked_s = self.checked_at - started_at
         return self.is_healthy
 
@@ -4617,7 +4689,8 @@ class Upstream:
 
     async def open(
         self, method: str, raw_path: str, block: bytes, body: bytes | None = b"", *,
-        first_s: float = HEALTH_LIMIT_S, total_s: float | None = None, is_fresh: bool = False,
+        first_s: float = HEALTH_LIMIT_S, total_s: float | None = None, patience_s: float = 0.0,
+        is_fresh: bool = False,
     ) -> Link:  # fmt: skip
         """Send a request; returns its connection, on which the answer has not begun yet.
 
@@ -4631,6 +4704,7 @@ class Upstream:
             raise
         self._reached(True)
         link.begin(first_s, total_s, method == "HEAD")
+        link.patience_s = patience_s
         target = self._origin + join_path(self._base_path, raw_path)
         line = bytes_of_text(f"{method} {target} HTTP/1.1\r\nHost: {self._host}\r\n")
         if body or (body is not None and method not in ("GET", "HEAD", "OPTIONS")):
@@ -4744,6 +4818,7 @@ class Request:
     doc: Mapping[str, Any] = {}
     model = ""
     is_stream = is_read = may_join = False
+    job: Any = None  # the kept response that it is about
     max_tokens: int | None = None
 
     def __init__(self, message: Any) -> None:
@@ -5075,7 +5150,8 @@ class Accounts:
         """
         request, price, worst = record.request, self.prices.of(model), 0
         if price is not None:
-            worst = price.worst(prompt, (output or price.most_output_tokens) * request.writes)
+            most = (output or price.most_output_tokens) * request.writes
+            worst = price.worst(prompt, most, request.doc)
         record.expected = Usage(prompt, 0, output, is_estimated=True)
         record.reserved_micros = worst
         wanted = [(budget, worst) for budget in self.budgets.of(record.client)]
@@ -5149,7 +5225,7 @@ class Accounts:
             self.counters.unpriced_tokens += usage.total
             record.cost_micros = None
             return 0
-        cost = price.cost(usage)
+        cost = price.cost(usage, record.request.doc)
         record.cost_micros = (record.cost_micros or 0) + cost
         self.today.roll(self._now())
         self.today.spent += cost
@@ -5158,7 +5234,7 @@ class Accounts:
     def saved(self, record: Record) -> None:
         """Count what a call that cost nothing would have cost."""
         if not self.prices.is_empty and (price := self.prices.of(record.request.model)) is not None:
-            record.saved_micros = price.cost(record.usage)
+            record.saved_micros = price.cost(record.usage, record.request.doc)
 
     def shown(self) -> dict[str, Any]:
         budgets = self.budgets.all()
@@ -6151,6 +6227,12 @@ class Lease:
             self.permit.settle(usage.prompt, usage.completion)
         return usage
 
+    def charge(self, usage: Usage) -> Usage:
+        """Count work that was asked for earlier, and for which nothing is reserved any more."""
+        budgets = self._accounts.budgets.of(self.record.client)
+        self._wanted = self._wanted or [(budget, 0) for budget in budgets]
+        return self.settle(usage)
+
     @property
     def prompt_tokens(self) -> int:
         """As estimated from the text, also where nothing had hung on it so far."""
@@ -6206,6 +6288,7 @@ class Plan:
     total_s: float | None
     is_stream: bool = False  # is asked for
     usage_body: bytes | None = None  # the same, asking for usage too
+    patience_s: float = 0.0  # for the first byte of a server that is seen to be alive
 
 
 class Exchange:
@@ -6274,7 +6357,9 @@ class Exchange:
         upload = self._flight.upload
         key = lease.permit.key if lease.permit is not None else None
         block = plan.block + self._upstream.key_line(key, self._request.dialect)
-        limits: dict[str, Any] = {"first_s": plan.first_s, "total_s": plan.total_s}
+        limits: dict[str, Any] = {
+            "first_s": plan.first_s, "total_s": plan.total_s, "patience_s": plan.patience_s
+        }  # fmt: skip
         if upload is None:
             body = plan.usage_body or plan.body or b""
             return await self._upstream.exchange(method, plan.raw_path, block, body, **limits)
@@ -6317,7 +6402,8 @@ class Exchange:
         # server asked again that answers nobody.
         is_silent = type(error) is TimeoutError
         is_mute = self._upstream.llama.is_mute
-        is_transient = not is_silent or (self._request.is_stream and not is_mute)
+        may_again = self._request.is_stream and not is_mute and not self._plan.patience_s
+        is_transient = not is_silent or may_again
         is_paid = is_silent or self._head is not NO_HEAD
         return Failure(explained, is_transient, ran_nothing=is_refused, is_paid=is_paid)
 
@@ -6790,6 +6876,15 @@ def metrics(gateway: Gateway) -> Iterable[str]:
 # Rule: the way of a request, in `handle`; how often and of whom it is asked, in `fly`.
 
 
+@dataclass(slots=True)
+class Job:
+    """A response that its upstream keeps: who that is, and whether its cost is still to come."""
+
+    upstream: str
+    model: str
+    is_open: bool
+
+
 class Gateway:
     """Guards, reads and joins; gets flights their answers."""
 
@@ -6812,6 +6907,7 @@ class Gateway:
         self.learned: LruMap[Learned] = LruMap(lambda key: Learned())
         self.clients = {rule.key_sha256: Client(rule, clock) for rule in settings.clients}
         self.control, self.admin = Control(self), Admin(self)
+        self.jobs: OrderedDict[str, Job] = OrderedDict()  # by the id of a response
         self.is_draining = False
         self.on_call: Callable[[Record], None] = lambda record: None
         self.in_flight = 0  # calls that are with an upstream now
@@ -7084,6 +7180,9 @@ class Gateway:
             request.model = urllib.parse.unquote(named[1] or "")
         if request.is_read and not request.doc:
             self._parse(request)
+        if request.name.startswith("responses/"):
+            request.may_cost &= not request.name.endswith("/cancel")
+            request.job = self.jobs.get(request.name.split("/")[1])
         if request.may_cost:
             request.check_model(request.model)
         flight = Flight(b"", record, True, self.abandon)
@@ -7291,6 +7390,15 @@ class Gateway:
         plain, learned = decoded(body, head), lease.target.learned
         try:
             usage = self._used(lease, exchange, head, plain)
+            if request.job is not None and request.job.is_open and not usage.is_estimated:
+                request.job.is_open = False
+                record.usage = lease.charge(usage)
+            if request.name == "responses" and (found := _RESPONSE_ID.search(body[:8192])):
+                is_open = bool(request.doc.get("background")) and not usage.total
+                job = Job(record.upstream, lease.target.model, is_open)
+                self.jobs[found[1].decode("utf-8", "replace")] = job
+                if len(self.jobs) > 10 * MAX_MODELS:
+                    self.jobs.popitem(last=False)
             if request.may_cost:
                 record.usage = lease.settle(usage)
                 if not usage.is_estimated and request.doc:
@@ -7325,6 +7433,8 @@ class Gateway:
         if "ndjson" in head.kind:  # Ollama's last line says it
             plain = plain.rstrip().rpartition(b"\n")[2]
         usage = read_usage(plain + exchange.extra, head.is_stream)
+        if usage is None and lease.record.request.doc.get("background"):
+            return Usage(is_estimated=True)  # of a ticket; its work is paid when it is done
         if usage is None and lease.record.fate == "bypass":
             return lease.unknown()
         if usage is None:
@@ -7459,7 +7569,11 @@ class Gateway:
             return Target(upstream, model, circuit, learned, name, is_foreign)
 
         model = request.model
-        if (first := serving(model) or (None if model else self.upstreams[0])) is None:
+        first = serving(model) or (None if model else self.upstreams[0])
+        if request.job is not None:  # it is where it was made
+            model = request.model = request.job.model
+            first = next((u for u in self.upstreams if u.name == request.job.upstream), first)
+        if first is None:
             why = f"no upstream serves the model {printable(model)}; see [upstream.NAME] models"
             raise ProxyError("model_not_found", why)
         found = [target(first, model)]
@@ -7498,8 +7612,13 @@ class Gateway:
         """How attempts for a call are made."""
         settings, request, target = self.settings, flight.record.request, lease.target
         upstream, doc, body = target.upstream, request.doc, request.body
-        is_learned, is_stream = settings.timeout == "auto", request.is_stream
-        silence_s = target.circuit.timeout_s() if is_learned else cast(float, settings.timeout)
+        is_stream = request.is_stream
+        by_hand = settings.rule_of(target.model).timeout if settings.models else None
+        is_learned = settings.timeout == "auto" and by_hand is None
+        silence_s = by_hand or (
+            target.circuit.timeout_s() if is_learned else cast(float, settings.timeout)
+        )
+        is_literal = by_hand is not None or (not is_learned and "timeout" in settings.given)
         fields: dict[str, Any] = {}
         if target.name and target.model != request.model:
             fields["model"] = target.model
@@ -7509,10 +7628,12 @@ class Gateway:
         if fields and (changed := with_fields(body, doc, fields)) is not None:
             body, doc, is_stream = changed, {**doc, **fields}, is_stream or "stream" in fields
         first_s = silence_s
-        if not is_stream and (is_learned or "timeout" not in settings.given):
+        if not is_stream and not is_literal:
             # A plain answer is silent until it is whole: allow for what it has to write.
             first_s += lease.demand.output_tokens * target.learned.token_s
         plan = Plan("", b"", body, first_s, silence_s, settings.total_timeout, is_stream)
+        if not is_literal and not is_learned:
+            plan.patience_s = max(FIRST_BYTE_S, first_s)
         # llama.cpp tells it in `timings` as well; only who wants a plain answer needs the field.
         may_ask = is_stream and request.route is not None and request.route.takes_usage
         may_ask = may_ask and (not request.is_stream or not upstream.llama.is_known)

@@ -1676,14 +1676,41 @@ def test_prices_come_from_flags_then_the_file_then_the_list(tmp_path: Path) -> N
     for model, cost in (
         ("gpt-listed", 600 * 2.5 + 400 * 1.25 + 100 * 10), ("mine", 1000 * 1 + 100 * 2),
         ("four", 500 * 1 + 400 * 0.1 + 100 * 1.25 + 100 * 2),
-        ("claude-x", 500 * 3 + 400 * 0.3 + 100 * 3.75 + 1500), ("embed", 100), ("image", None),
+        ("claude-x", 500 * 3 + 400 * 0.3 + 100 * 3.75 + 1500), ("embed", 100), ("image", 0),
         ("anthropic/claude-x", 3495), ("odd", None), ("unknown", None), ("", None),
     ):  # fmt: skip
         price = prices.of(model)
         assert (None if price is None else price.cost(usage)) == cost, model
     four, claude = prices.of("four"), prices.of("claude-x")
-    assert four is not None and four.worst(1000, 100) == 1000 * 1.25 + 100 * 2
+    assert four is not None and four.worst(1000, 100, {}) == 1000 * 1.25 + 100 * 2
     assert claude is not None and claude.most_output_tokens == 8192
+    tiers = {
+        **entry, "cache_creation_input_token_cost_above_1hr": 6e-06,
+        "input_cost_per_token_above_200k_tokens": 6e-06,
+        "output_cost_per_token_above_200k_tokens": 2.25e-05,
+    }  # fmt: skip
+    pieces = {"output_cost_per_image": 0.04, "input_cost_per_character": 1e-05,
+              "input_cost_per_second": 1e-04}  # fmt: skip
+    listed.write_text(json.dumps({"tiers": tiers, "pieces": pieces}))
+    prices = llmproxy.Prices(Settings(prices=str(listed)))
+    for model, used, doc, cost in (
+        ("tiers", Usage(121_000, 20_000, 500, 0, 100_000, written_1h=100_000), {}, 616_500),
+        ("tiers", Usage(121_000, 20_000, 500, 0, 100_000), {}, 391_500),
+        ("tiers", Usage(250_000, 0, 1000), {}, 1_522_500), ("tiers", Usage(200_000), {}, 600_000),
+        ("pieces", Usage(), {"n": 3, "prompt": "x"}, 120_000),
+        ("pieces", Usage(seconds=7), {"input": "x" * 10}, 40_000 + 100 + 700),
+    ):  # fmt: skip
+        price = prices.of(model)
+        assert price is not None and price.cost(used, doc) == cost, (model, used)
+        worst = price.worst(used.prompt, used.completion, doc)
+        assert worst >= cost - 700 * (model == "pieces")  # how long a sound is nobody knows before
+    body = b'{"usage": {"input_tokens": 1, "cache_creation_input_tokens": 9, "cache_creation": {'
+    found = llmproxy.read_usage(body + b'"ephemeral_1h_input_tokens": 5}}}', False)
+    assert found == Usage(10, written=9, written_1h=5)
+    found = llmproxy.read_usage(
+        b'{"text": "x", "usage": {"type": "duration", "seconds": 6.4}}', False
+    )
+    assert found == Usage(seconds=7)
     for text, says in (("", "JSON"), ("[]", "object"), ("{", "JSON"), (None, "No such file")):
         listed.unlink() if text is None else listed.write_text(text)
         with pytest.raises(llmproxy.ConfigError, match=rf"prices: .*prices\.json.*{says}"):
@@ -4819,6 +4846,105 @@ async def test_a_standstill_of_ours_is_nobodys_failure(monkeypatch: Patch) -> No
         await until(lambda: up.calls == 9)
         time.sleep(1.0)  # noqa: ASYNC251  the limit begins anew, and then holds
         assert (await late)[0] == 504 and caller.status()["open_circuits"] == []
+
+
+@aio
+async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
+    monkeypatch: Patch,
+) -> None:
+    for name, value in (("LOOK_S", 0.02), ("SILENT_LOOK_S", 0.05), ("HEALTH_LIMIT_S", 0.1)):
+        monkeypatch.setattr(llmproxy, name, value)
+    monkeypatch.setattr(llmproxy, "FIRST_BYTE_S", 4.0)
+    monkeypatch.setattr(llmproxy, "TOKEN_S_UNLEARNED", 0.0)
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.json["model"] != "stuck":
+            await asyncio.sleep(1.5)  # it loads a model, or paints
+            await (
+                exchange.stream([*STREAM, DONE])
+                if exchange.json.get("stream")
+                else exchange.plain()
+            )
+        await exchange.gone.wait()
+
+    rules = [ModelRule("literal", timeout=0.3)]
+    async with upstream(answer) as up, proxy(up.base, timeout=0.4, models=rules) as caller:
+        caller.gateway.settings.given.pop("timeout")  # as the default: not set by hand
+        began_at = time.monotonic()
+
+        async def took(body: dict[str, Any], path: str = CHAT) -> tuple[int, float]:
+            return (await caller.fetch(body, path))[0], time.monotonic() - began_at
+
+        plain, stream, picture, literal, stuck = await asyncio.gather(
+            took(ask()), took(ask("s", stream=True)), took(ask("p"), "/v1/images/generations"),
+            took(ask(model="literal")), took(ask(model="stuck", stream=True)),
+        )  # fmt: skip
+        assert plain[0] == stream[0] == picture[0] == 200
+        assert literal[0] == 504 and literal[1] < 1.4  # [model] timeout is meant as it stands
+        assert stuck[0] == 504 and 4.0 <= stuck[1] < 8  # it ends at last, and is not sent again
+        assert up.calls == 5
+        up.is_mute, began_at = True, time.monotonic()  # it takes connections and says nothing
+        assert (await took(ask("hung")))[0] == 504 and time.monotonic() - began_at < 2.5
+
+
+@aio
+async def test_pings_are_no_answer_and_an_error_behind_them_is_retried(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin()
+        for _ in range(3):
+            await exchange.part(b": ping\n\n")
+            await asyncio.sleep(0.1)
+        if up.calls == 1:
+            await exchange.part(event({"error": {"code": 503}}))
+        else:
+            await exchange.part(b"".join([*STREAM, DONE]))
+        await exchange.end()
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        assert Settings().keepalive == 15.0
+        status, _, body = await caller.fetch(ask(stream=True))
+        assert (status, up.calls) == (200, 2) and body == b": ping\n\n" * 3 + b"".join(
+            [*STREAM, DONE]
+        )
+        (row,) = await recent(caller)
+        assert row["ttft_ms"] > 250  # of what it says, not of its first ping
+
+
+@aio
+async def test_a_job_in_the_background_is_found_again_and_paid_once() -> None:
+    state = "queued"
+
+    async def answer(exchange: Exchange) -> None:
+        done = {"input_tokens": 100, "output_tokens": 50} if state == "completed" else None
+        doc = {"id": "resp_1", "status": state, "output": ["x" * 40_000], "usage": done}
+        await exchange.plain(json.dumps(doc).encode())
+
+    async with upstream(answer) as cloud, upstream() as local:
+        rules = [UpstreamRule("local", local.base, ["llm*"]), UpstreamRule("cloud", cloud.base)]
+        more: dict[str, Any] = {"upstreams": rules, "price": ["*=1/2"], "budget": 1.0}
+        async with proxy(**more) as caller:
+            work = {"model": "gpt-x", "input": "hi", "background": True}
+            for _ in range(2):  # a ticket is not kept
+                assert await outcome(caller, work, "/v1/responses") == "200 miss"
+            assert caller.status()["spend_usd"] == 0
+            place = f"{caller.url}/v1/responses/resp_1"
+            for state in ("in_progress", "completed", "completed"):  # noqa: B007
+                async with caller.session.get(place) as response:
+                    assert response.status == 200
+            await until(lambda: caller.status()["spend_usd"])
+            assert (
+                caller.status()["spend_usd"] == caller.status()["budgets"][0]["spent_usd"] == 200e-6
+            )
+            await change(caller, budget=0.0001)
+            assert await outcome(caller, b"", "/v1/responses/resp_1/cancel") == "200 bypass"  # free
+            async with caller.session.get(place + "/input_items") as response:
+                assert response.status == 200
+            async with caller.session.delete(place) as response:
+                assert response.status == 200
+            assert (cloud.calls, local.calls) == (8, 0)
+            assert caller.status()["spend_usd"] == 200e-6
 
 
 @aio
