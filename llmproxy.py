@@ -3417,7 +3417,7 @@ class Ledger:
         self.path, self.trouble, self.lost_rows = path, "", 0
         self._retention_days, self._now = retention_days, now
         self._run = random.getrandbits(31)  # which process wrote a row: the upper half of its id
-        self._ids = itertools.count((self._run << 32) + 1)
+        self.new_id = itertools.count((self._run << 32) + 1).__next__
         self._open: dict[int, Row] = {}  # journaled, and not in the file yet
         self._rows: list[tuple[str, Row]] = []  # of the next batch
         self._journals: list[Journal] = []  # two
@@ -3451,9 +3451,6 @@ class Ledger:
             return
         for journal in self._journals:
             journal.close()
-
-    def new_id(self) -> int:
-        return next(self._ids)
 
     def opened(self, row: Row) -> None:
         """A call is about to be asked of an upstream: its row survives us from now on."""
@@ -3537,20 +3534,19 @@ class Ledger:
         self._db, self._inode = db, self.path.stat().st_ino
 
     def _work(self) -> None:
-        is_over = False
+        is_over, after = False, list[Callable[[], object]]()
         while not is_over:
-            batch = list[Batch | None]()
+            rows = list[tuple[str, Row]]()
             with contextlib.suppress(queue.Empty):
-                batch.append(self._queue.get(timeout=1.0 if self._held else 60.0))
-                while True:
-                    batch.append(self._queue.get_nowait())
-            is_over = None in batch
-            rows = [row for item in batch if item is not None for row in item[0]]
+                item = self._queue.get(timeout=1.0 if self._held else 60.0)
+                is_over = item is None
+                rows, then = item or ([], None)
+                after += [then] if then else []  # it waits for a commit that holds these rows
             try:
-                is_written = self._write(rows) if rows or self._held else True
-                for _, then in filter(None, batch) if is_written else ():
-                    if then is not None:
-                        then()
+                if not (rows or self._held) or self._write(rows):
+                    for call in after:
+                        call()
+                    after.clear()
                 self._clean()
             except Exception as error:  # the writer lives, whatever comes
                 self._in_trouble(error)
@@ -3583,8 +3579,6 @@ class Ledger:
                 raise
         except (OSError, sqlite3.Error) as error:
             self._in_trouble(error)
-            for item in [item for item in self._held if item[0] == "bodies"]:
-                self._held.remove(item)  # too large to be held back
             return False
         self._held.clear()
         if self.trouble:
@@ -4010,18 +4004,7 @@ class Llama:
         self._looks = ["/slots", "/metrics", "/health"]  # the first that the server has
         self._looked_at = -1  # how many attempts there were when it was last looked at
 
-    def shown(self) -> dict[str, Any]:
-        return {
-            "model": self.model, "llama_cpp": self.is_known, "slots": self.slots,
-            "busy_slots": self.busy_slots, "context_tokens": self.context_tokens,
-            "context_used": self.context_used, **self.speeds.shown(),
-        }  # fmt: skip
-
     # -- what calls ask
-
-    def places(self, doc: Mapping[str, Any]) -> int:
-        """How many slots a call takes: each of several answers its own."""
-        return copies(doc) if self.is_known else 1
 
     def is_over(self, heard_at: float, limit_s: float, now: float) -> bool:
         """Whether a call that was last heard at `heard_at` is to be given up."""
@@ -4039,10 +4022,6 @@ class Llama:
     def is_restarting(self) -> bool:
         """It has just gone: the user is probably giving it another model."""
         return self.is_known and self.is_gone and time.monotonic() - self._left_at < RESTART_S
-
-    @property
-    def is_away(self) -> bool:
-        return self.is_loading or self.is_restarting
 
     # -- what is heard of it
 
@@ -4526,7 +4505,10 @@ class Upstream:
         state = "restarting" if llama.is_restarting else state
         return {
             "name": self.name, "url": self.base, "state": "loading" if llama.is_loading else state,
-            **llama.shown(), "is_adaptive": gate.adaptive is not None,
+            "model": llama.model, "llama_cpp": llama.is_known, "slots": llama.slots,
+            "busy_slots": llama.busy_slots, "context_tokens": llama.context_tokens,
+            "context_used": llama.context_used, **llama.speeds.shown(),
+            "is_adaptive": gate.adaptive is not None,
             "concurrency": gate.slots, "inflight_tokens": gate.capacity * 1000,
             "running": gate.running, "queued": gate.queued,
             "service_s": round(gate.service_s, 3),
@@ -4595,13 +4577,9 @@ class Upstream:
 
     async def meet(self) -> None:
         """First look. Not being there yet is no error."""
-        if await self.is_alive():
-            self.is_reachable = True
-        elif self.is_reachable is None:
+        if not await self.is_alive() and self.is_reachable is None:
             why = "does not answer yet; calls get 502 until it does, or wait while it loads"
-            log.warning("%s %s", self.base, why)
-            self.is_reachable = False
-            self.llama.is_gone = True
+            self._reached(False, f"{self.base} {why}")
         await self.llama.learn_props()
 
     async def _attend(self) -> None:
@@ -4675,7 +4653,7 @@ class Upstream:
         Raises ProxyError: queue_timeout; it was not ready within `limit_s`.
         """
         until, llama = time.monotonic() + limit_s, self.llama
-        while llama.is_away:
+        while llama.is_loading or llama.is_restarting:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 what = "still loading its model" if llama.is_loading else "not back yet"
@@ -4773,21 +4751,6 @@ class Upstream:
             reason = printable(error.os_error.strerror or type(error.os_error).__name__)
         limit = f"{self._settings.connect_timeout:g}"
         return ProxyError(code, text.format(base=self.base, limit=limit, reason=reason))
-
-
-def is_whole_json(head: Head, body: bytes) -> bool:
-    if body and head.kind == "application/json" and not head.is_coded:
-        try:
-            json.loads(body)
-        except (ValueError, RecursionError):
-            return False
-    return True
-
-
-def slices(body: bytes) -> Iterable[bytes]:
-    if len(body) <= SLICE_BYTES:
-        return (body,)
-    return (body[start : start + SLICE_BYTES] for start in range(0, len(body), SLICE_BYTES))
 
 
 ###############################################################################
@@ -5173,11 +5136,6 @@ class Accounts:
                 record.timing.limit_s += time.monotonic() - began_at
         return wanted
 
-    def has_task_budget(self, record: Record) -> bool:
-        """Whether the call's task has a budget, or will have one by this call."""
-        tasks = self.budgets.tasks
-        return bool(record.request.task_budget) or (record.client, record.task) in tasks
-
     async def check_ledger(self) -> None:
         """No blind spending: under a budget the ledger has to be read and written."""
         if self.ledger is None:
@@ -5212,9 +5170,10 @@ class Accounts:
             self.ledger.ended(record.row("done"), is_new)
 
     def bodies(self, record: Record, body: bytes, answer: bytes) -> None:
-        if self.ledger is not None and self.settings.log_bodies == "on":
+        ledger = self.ledger  # in trouble it holds rows back, and these are too large for that
+        if ledger is not None and self.settings.log_bodies == "on" and not ledger.trouble:
             texts = (struck_text(text.decode("utf-8", "replace")) for text in (body, answer))
-            self.ledger.put("bodies", (record.id, *texts))
+            ledger.put("bodies", (record.id, *texts))
 
     def used(self, record: Record, usage: Usage, model: str) -> int:
         """Count what an upstream used for a call; returns its cost."""
@@ -5425,8 +5384,8 @@ class Reply:
 
         Raises CallerGone: it hung up, or took nothing for CALLER_S.
         """
-        for part in slices(data) if data and not self.is_bodiless else ():
-            self._send(self.frame(part))
+        for start in range(0, 0 if self.is_bodiless else len(data), SLICE_BYTES):
+            self._send(self.frame(data[start : start + SLICE_BYTES]))
             if self.conn._paused:  # a slow caller holds a slice, not the whole
                 try:
                     async with asyncio.timeout(CALLER_S):
@@ -6432,7 +6391,8 @@ class Exchange:
         head, body = self._head, self._upstream.hide(body)
         if (failure := judge(head, body)) is not None:
             return failure
-        if head.ends_with_connection and not is_whole_json(head, body):
+        is_json = bool(body) and head.kind == "application/json" and not head.is_coded
+        if head.ends_with_connection and is_json and json_at(body) is None:
             raise aiohttp.ClientPayloadError
         self._lease.begin(head)
         self.is_complete = True
@@ -7201,8 +7161,9 @@ class Gateway:
             lines = keyed.splitlines(keepends=True)
             kept = (ln for ln in lines if ln.partition(b":")[0].decode() not in CREDENTIALS)
             keyed = b"".join(kept)
-        if record.task and self.accounts.has_task_budget(record):  # its stream, and nobody else's
-            name += f"\0{record.client}\0task {record.task}"
+        tasks = self.accounts.budgets.tasks
+        if record.task and (request.task_budget or (record.client, record.task) in tasks):
+            name += f"\0{record.client}\0task {record.task}"  # its stream, and nobody else's
         parts = bytes_of_text(name), bytes_of_text(raw_path), keyed, b""
         return hashlib.sha256(b"\0".join(parts))
 
@@ -7602,7 +7563,8 @@ class Gateway:
         else:
             prompt = size // 3
         output = target.learned.output_tokens(request.max_tokens) if request.writes else 0
-        places = target.upstream.llama.places(request.doc)
+        # Each of several answers takes a slot of its own.
+        places = copies(request.doc) if target.upstream.llama.is_known else 1
         return Demand(
             weight or max(1, prompt // 1000), prompt, output, record.client, request.priority,
             target.model, len(request.sent), target.circuit, places,
@@ -8158,7 +8120,7 @@ class Board:
     def __init__(self, has_keys: bool) -> None:
         self.has_keys, self.shows_help, self.note = has_keys, False, ""
         self.typed: str | None = None  # a value that is being typed
-        self.chosen = self._closed = 0  # setting; circuits that were closed
+        self.chosen = 0
         self.is_over = False
         self.work: deque[Callable[[Operator], Awaitable[str]]] = deque()
         self.past: deque[dict[str, float]] = deque(maxlen=self.PAST_S)
@@ -8196,8 +8158,12 @@ class Board:
             )
         elif key == "enter":
             self.typed = ""
+        elif key == "r" and not self._seen["open_circuits"]:
+            self.note = "no circuit is open"
         elif key == "r":
-            self._close()
+            first = self._seen["open_circuits"][0]
+            wanted = {name: first[name] for name in ("upstream", "model", "path")}
+            self.work.append(lambda operator: operator.act("close", **wanted))
         else:
             self.shows_help ^= key == "?"
             self.is_over |= key == "q"
@@ -8218,15 +8184,6 @@ class Board:
         value = (await operator.status())["settings"][flag]  # of this moment
         text = stepped(flag.replace("-", "_"), value, -1 if is_down else 1)
         return f"{flag}: Enter types a value" if text is None else await operator.change(flag, text)
-
-    def _close(self) -> None:
-        if not (circuits := self._seen["open_circuits"]):
-            self.note = "no circuit is open"
-            return
-        circuit = circuits[self._closed % len(circuits)]
-        self._closed += 1
-        wanted = {name: circuit[name] for name in ("upstream", "model", "path")}
-        self.work.append(lambda operator: operator.act("close", **wanted))
 
 
 def stepped(name: str, value: Any, direction: int) -> str | None:

@@ -1934,6 +1934,28 @@ async def test_ledger_that_cannot_be_written_holds_rows_back_and_writes_them_lat
     ledger.close()
 
 
+@aio
+async def test_journals_take_turns_again_after_trouble(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Ledger, "TURN_S", 0.05)
+    path = tmp_path / "l.db"
+    ledger = started(path)
+
+    async def write(true: Callable[[], Any]) -> None:
+        while not true():
+            ledger.ended(row_of(ledger, cost_micros=1), True)
+            ledger.flush()
+            await asyncio.sleep(0.01)
+
+    path.rename(tmp_path / "away")
+    path.mkdir()
+    await write(lambda: ledger.trouble and min(journal.end for journal in ledger._journals))
+    path.rmdir()
+    await write(lambda: not ledger.trouble)
+    for wanted in (0, 1, 0):  # each is emptied when all that it holds has been committed
+        await write(functools.partial(lambda turn: ledger._turn == turn, wanted))
+    ledger.close()
+
+
 def test_ledger_of_an_older_version_is_brought_up_and_of_a_newer_not_touched() -> None:
     for version in range(len(llmproxy.MIGRATIONS) + 1):
         with contextlib.closing(sqlite3.connect(":memory:")) as db:
