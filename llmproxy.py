@@ -3044,11 +3044,7 @@ class Prices:
         self._globs = [tuple(text.rpartition("=")[::2]) for text in settings.price]
         self._globs += [(rule.name, rule.price) for rule in settings.models if rule.price]
         self._listed = _read_prices(settings.prices) if settings.prices else {}
-        self.is_empty = not self._globs and not self._listed
-        self._found: LruMap[list[Price | None]] = LruMap(lambda model: [self._find(model)])
-
-    def of(self, model: str) -> Price | None:
-        return self._found[model][0]
+        self.of = functools.lru_cache(MAX_MODELS)(self._find)
 
     def _find(self, model: str) -> Price | None:
         for pattern, text in self._globs:
@@ -3569,14 +3565,9 @@ class Ledger:
                 self._open_file()
             db = cast(sqlite3.Connection, self._db)
             db.execute("BEGIN IMMEDIATE")
-            try:
+            with db:  # which commits, or rolls back
                 for table, group in itertools.groupby(self._held, key=lambda item: item[0]):
-                    self.lost_rows += put_rows(db, _PUT[table], [row for _, row in group])
-                db.execute("COMMIT")
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    db.execute("ROLLBACK")
-                raise
+                    self.lost_rows += put_rows(db, _PUT[table], (row for _, row in group))
         except (OSError, sqlite3.Error) as error:
             self._in_trouble(error)
             return False
@@ -3615,17 +3606,18 @@ def migrate(db: sqlite3.Connection) -> None:
         db.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
 
 
-def put_rows(db: sqlite3.Connection, sql: str, rows: list[Row]) -> int:
+def put_rows(db: sqlite3.Connection, sql: str, rows: Iterable[Row]) -> int:
     """Write rows; one that cannot be stored takes no others with it. Returns how many those are."""
-    odd = (UnicodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
-    try:
-        db.executemany(sql, rows)
-        return 0
-    except odd as error:
-        if len(rows) == 1:
+    lost = 0
+    for row in rows:
+        try:
+            db.execute(sql, row)
+        except (UnicodeError, OverflowError, sqlite3.DatabaseError, sqlite3.InterfaceError) as error:
+            if isinstance(error, sqlite3.OperationalError):  # the file's fault, not the row's
+                raise
+            lost += 1
             log.error("ledger: a row cannot be stored: %s", fault_lines(error))
-            return 1
-    return sum(put_rows(db, sql, [row]) for row in rows)
+    return lost
 
 
 def take_up(db: sqlite3.Connection, path: Path, own_run: int) -> None:
@@ -5033,11 +5025,6 @@ class Accounts:
             self.ledger = Ledger(state_path(settings.state), lambda: settings.retention)
         self.is_read = True  # what was spent before
 
-    @property
-    def is_plain(self) -> bool:
-        """Nothing has a price, a budget or a row: a call does not pay for the asking either."""
-        return self.ledger is None and self.budgets.is_empty and self.prices.is_empty
-
     def change(self, settings: Settings) -> None:
         """Take prices and budgets of changed settings. Raises ConfigError; nothing was changed."""
         self.prices = Prices(settings)
@@ -5192,7 +5179,7 @@ class Accounts:
 
     def saved(self, record: Record) -> None:
         """Count what a call that cost nothing would have cost."""
-        if not self.prices.is_empty and (price := self.prices.of(record.request.model)) is not None:
+        if (price := self.prices.of(record.request.model)) is not None:
             record.saved_micros = price.cost(record.usage, record.request.doc)
 
     def shown(self) -> dict[str, Any]:
@@ -6109,8 +6096,6 @@ class Lease:
     async def reserve(self) -> None:
         """What the call can cost at most, of every budget, before it waits for anything else."""
         request, demand, accounts = self.record.request, self.demand, self._accounts
-        if accounts.is_plain and not self.record.task:
-            return
         prompt = demand.prompt_tokens
         if not request.doc:
             prompt += 100  # what a body says that is not read is not known
@@ -7839,14 +7824,16 @@ def line_of(*parts: Any, style: str = "") -> Text:
 
 
 def table_of(
-    columns: Iterable[str], rows: Iterable[Iterable[Any]], right: Iterable[str] = (), **more: Any
-) -> Table:
-    """A plain table; `right` names the columns of numbers."""
+    columns: Iterable[str], rows: Iterable[Iterable[Any]], right: Iterable[str] = (),
+    ratios: Iterable[int | None] = (), **more: Any,
+) -> Table:  # fmt: skip
+    """A plain table; `right` names the columns of numbers, `ratios` shares out its width."""
     from rich.table import Table
 
     table = Table(**{"box": None, "header_style": "dim", "padding": (0, 1), **more})
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    for name, ratio in itertools.zip_longest(columns, ratios):
+        justify = "right" if name in right else "left"
+        table.add_column(name, justify=justify, no_wrap=True, ratio=ratio)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(line_of(cell) if isinstance(cell, str) else cell for cell in row))
     return table
@@ -7952,10 +7939,8 @@ def _numbers(status: dict[str, Any], width: int) -> Table:
     ]
     columns = 3 if width < 72 else 4 if width < 112 else 8
     rows = [texts[start : start + columns] for start in range(0, len(texts), columns)]
-    table = table_of([""] * columns, rows, show_header=False, expand=True, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.ratio, column.overflow = 1, "ellipsis"
-    return table
+    more: dict[str, Any] = {"show_header": False, "expand": True, "padding": (0, 1, 0, 0)}
+    return table_of([""] * columns, rows, (), [1] * columns, **more)
 
 
 def _upstreams(status: dict[str, Any]) -> Table:
@@ -7990,9 +7975,7 @@ def _upstreams(status: dict[str, Any]) -> Table:
     for circuit in status["open_circuits"]:
         name, wait_s = f"  {circuit['model'] or '-'} {circuit['path']}", circuit["retry_in_s"]
         add(name, f"trial in {wait_s:.0f} s", circuit["state"])
-    table = table_of(("upstream", "limit", "state"), rows, expand=True)
-    for column, ratio in zip(table.columns, (3, 3, 1), strict=True):
-        column.ratio, column.overflow = ratio, "ellipsis"
+    table = table_of(("upstream", "limit", "state"), rows, (), (3, 3, 1), expand=True)
     table.columns[2].min_width = 12
     return table
 
@@ -8027,11 +8010,8 @@ def _calls(recent: list[dict[str, Any]], width: int, limit: int) -> Table:
     if width < 80:
         for cells in (names, *rows):
             del cells[4]
-    table = table_of(names, rows, names[-3:], expand=True)
-    for column in table.columns:
-        column.ratio = 1 if column.header in ("model", "path") else None
-        column.overflow = "ellipsis"
-    return table
+    ratios = [1 if name in ("model", "path") else None for name in names]
+    return table_of(names, rows, names[-3:], ratios, expand=True)
 
 
 class Operator:
@@ -8325,24 +8305,6 @@ async def live_table(
                 await asyncio.wait([drawing], timeout=1.0)
 
 
-class _MessageHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        _messages.append(time.strftime("%H:%M:%S ") + printable(record.getMessage(), 200))
-
-
-@contextlib.contextmanager
-def messages_below() -> Iterator[None]:
-    """What the log says while a table owns the terminal is shown under it."""
-    handler = _MessageHandler()
-    log.addHandler(handler)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.propagate = True
-
-
 ###############################################################################
 # Mock
 ###############################################################################
@@ -8563,6 +8525,7 @@ class StderrLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.is_json = self.is_journal = False
+        self.is_below = False  # a table owns the terminal: what the log says is shown under it
         with contextlib.suppress(OSError):  # systemd's journal has times and levels of its own
             found = os.fstat(2)
             self.is_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
@@ -8575,6 +8538,9 @@ class StderrLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """One line, and no traceback: other libraries' might quote secrets."""
         text, (last, last_unix) = " ".join(record.getMessage().split("\n")), self._last
+        if self.is_below:
+            _messages.append(time.strftime("%H:%M:%S ") + printable(text, 200))
+            return
         if text == last and record.created - last_unix < 1.0:
             self._repeats += 1  # asyncio says a thousand times a second that no descriptor is free
             return
@@ -8748,16 +8714,19 @@ async def showing(
 
     async def show(console: Console) -> None:
         try:
-            with messages_below():
-                await live_table(Operator(gateway), url, console, on_quit)
+            await live_table(Operator(gateway), url, console, on_quit)
         except Exception as error:  # the log goes on
+            stderr_log.is_below = False
             log.error("the live table broke: %s", fault_lines(error))
             gateway.on_call = log_calls
+        finally:
+            stderr_log.is_below = False
 
     if console is None:
         gateway.on_call = log_calls
         yield
         return
+    stderr_log.is_below = True
     task = asyncio.create_task(show(console))
     try:
         yield
