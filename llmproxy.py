@@ -3608,13 +3608,12 @@ def migrate(db: sqlite3.Connection) -> None:
 
 def put_rows(db: sqlite3.Connection, sql: str, rows: Iterable[Row]) -> int:
     """Write rows; one that cannot be stored takes no others with it. Returns how many those are."""
+    odd = (UnicodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
     lost = 0
     for row in rows:
         try:
             db.execute(sql, row)
-        except (UnicodeError, OverflowError, sqlite3.DatabaseError, sqlite3.InterfaceError) as error:
-            if isinstance(error, sqlite3.OperationalError):  # the file's fault, not the row's
-                raise
+        except odd as error:
             lost += 1
             log.error("ledger: a row cannot be stored: %s", fault_lines(error))
     return lost
