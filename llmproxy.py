@@ -1566,6 +1566,7 @@ class _Waiter:
     entered_at: float
     limited_s: float  # the gate's total when it came
     chances: int
+    timer: asyncio.TimerHandle | None = None
     passed: int = 0
 
 
@@ -1652,8 +1653,7 @@ class Gate:
                 return self._grant(demand, key)
         timing = timing or Timing()
         waiter = self._enqueue(demand, timing, queue_size, timeout_s, chances)
-        timeout_s += WINDOW_S * self._is_giant(demand)
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, waiter, timeout_s)
+        self._time(waiter, timeout_s)
         self.dispatch()
         try:
             return await waiter.future
@@ -1666,10 +1666,25 @@ class Gate:
                     waiter.future.result().leave()
             raise
         finally:
-            timer.cancel()
+            if waiter.timer is not None:
+                waiter.timer.cancel()
             limited_s = self._limited_total() - waiter.limited_s
             timing.limit_s += limited_s
             timing.queue_s += self._clock() - waiter.entered_at - limited_s
+
+    def _time(self, waiter: _Waiter, timeout_s: float) -> None:
+        """Let a call wait so long, from when it came."""
+        timeout_s += WINDOW_S * self._is_giant(waiter.demand)
+        left_s = timeout_s - (self._clock() - waiter.entered_at)
+        loop = asyncio.get_running_loop()
+        waiter.timer = loop.call_later(left_s, self._expire, waiter, timeout_s)
+
+    def retime(self, timeout_s: float) -> None:
+        """queue-timeout has changed, also for those who wait."""
+        for waiter in self._queue:
+            if waiter.timer is not None:
+                waiter.timer.cancel()
+            self._time(waiter, timeout_s)
 
     def leave(self, permit: Permit) -> None:
         self.permits.discard(permit)
@@ -6646,6 +6661,9 @@ class Control:
             client = known.get(rule.name) or Client(rule, gateway.clock)
             client.limit(rule)
             gateway.clients[rule.key_sha256] = client
+        if changed.queue_timeout != settings.queue_timeout:
+            for upstream in gateway.upstreams:
+                upstream.gate.retime(changed.queue_timeout)
         for name in (*SETTINGS, *self.TABLES, "given"):
             setattr(settings, name, getattr(changed, name))
         gateway.settings_changed()

@@ -4970,6 +4970,80 @@ async def test_a_job_in_the_background_is_found_again_and_paid_once() -> None:
 
 
 @aio
+async def test_queue_timeout_changes_for_those_who_wait() -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain()
+
+    async with upstream(answer) as up, proxy(up.base, concurrency=1) as caller:
+        calls = [asyncio.create_task(caller.fetch(ask(f"{n}"))) for n in range(3)]
+        await until(lambda: caller.status()["queued"] == 2)
+        await change(caller, queue_timeout="0.2")
+        await until(lambda: caller.status()["rejected"] == 2)
+        release.set()
+        assert sorted([(await call)[0] for call in calls]) == [200, 429, 429]
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+@aio
+async def test_a_long_last_event_and_many_headers_are_whole(is_chunked: bool) -> None:
+    done = {"type": "response.completed", "response": {
+        "id": "resp_1", "status": "completed", "output": [{"content": [{"text": "x" * 300_000}]}]}}  # fmt: skip
+    parts = [event({"type": "response.output_text.delta", "delta": "x"}), event(done)]
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.method == "GET":
+            count = int(exchange.target.rpartition("/")[2])
+            return await exchange.plain(headers="".join(f"X-{n}: {n}\r\n" for n in range(count)))
+        is_tokens = exchange.target == "/v1/completions"
+        end = {"choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]}
+        await exchange.begin(chunked=is_chunked)
+        for data in [event(end)] if is_tokens else parts:
+            await (exchange.part if is_chunked else exchange.send)(data)
+        await (exchange.end() if is_chunked else asyncio.sleep(0))
+        exchange.close() if not is_chunked else None
+
+    async with upstream(answer) as up, proxy(up.base) as caller:
+        for body, path in (
+            ({"model": "m", "input": "hi", "stream": True}, "/v1/responses"),
+            ({"model": "m", "prompt": [1, 2, 3, 4], "stream": True}, "/v1/completions"),
+        ):
+            got = [await caller.fetch(body, path) for _ in range(2)]
+            assert [headers["x-llmproxy-fate"] for _, headers, _ in got] == ["miss", "hit"], path
+            assert got[0][2] == got[1][2] and b"error" not in got[0][2]
+            assert path == "/v1/completions" or got[0][2] == b"".join(parts)
+        for count in (150, 400):
+            head = f"GET /v1/x/{count} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            got_ = await raw(caller.url, head.encode())
+            assert len(re.findall(rb"(?m)^X-(\d+): \1\r$", got_)) == count
+
+
+@aio
+async def test_what_a_call_can_cost_is_never_guessed_too_low() -> None:
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.plain()
+
+    floats = [0.123456] * 40_000
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": floats}}}
+    async with upstream(answer) as up, proxy(up.base, price=["*=1/0"], budget=10) as caller:
+        for number, (body, least) in enumerate((
+            (ask("a," * 100_000), 50_000), (ask("QUJD" * 50_000), 50_000),
+            (ask("x", tools=[tool]), 40_000),
+        )):  # fmt: skip
+            call = asyncio.create_task(caller.fetch({**body, "user": str(number)}))
+            await until(lambda: caller.gateway.in_flight)
+            assert caller.status()["budgets"][0]["reserved_usd"] >= least / 1e6, number
+            release.set()
+            assert (await call)[0] == 200
+            release.clear()
+
+
+@aio
 async def test_a_reload_takes_new_provider_keys_or_none(tmp_path: Path) -> None:
     config, secret = tmp_path / "c.toml", tmp_path / "key"
     secret.write_text("sk-old")
