@@ -1053,7 +1053,7 @@ class Bucket:
 
     def next_back_at(self) -> float:
         """When the next part comes back; inf where running calls decide."""
-        return self._spent[0][1] if self.used > self.held else math.inf
+        return self._spent[0][1] if self.used and self._spent else math.inf
 
     def ready_at(self, amount: float) -> float:
         """When `amount` fits if nothing further is taken; inf where running calls decide."""
