@@ -897,7 +897,7 @@ GATES: dict[str, tuple[int, int, dict[str, Any], str]] = {
         "ask odd p=10; leave odd used=6000,0"
         + "; ask x p=40; here x; leave x used=40,0" * 20),
     "calls that use more than they said, and nothing that time brings back": (8, 100, {"tpm": 100},
-        "ask odd p=20; leave odd used=40,0; wait 61; ask a p=40; ask b p=40; here a; has queued=1;"
+        "ask odd p=20; leave odd used=40,0; wait 61; ask a p=40; ask b p=40 t=200; here a; has queued=1;"
         "leave a used=40,0; here; wait 61; here b"),
     "a call for several answers takes as many slots": (2, 100, {},
         "ask one; ask both n=2; here one; leave one; here both; has taken=2 running=1; ask last;"
