@@ -389,7 +389,13 @@ def typed(value: Any) -> list[str]:
     if not all(v is None or isinstance(v, (str, int, float)) for v in values):
         _refuse("a string, a number or a list of them")
     words = {None: "none", True: "on", False: "off"}
-    return [words[v] if v is None or isinstance(v, bool) else str(v) for v in values]
+
+    def text_of_one(v: Any) -> str:
+        if v is None or isinstance(v, bool):
+            return words[v]
+        return f"{v:.15f}" if isinstance(v, float) and "e-" in str(v) else str(v)  # as 1e-06
+
+    return [text_of_one(v) for v in values]
 
 
 def parse_setting(meta: Mapping[str, Any], value: Any, where: str, is_secret: bool) -> Any:
@@ -1060,9 +1066,11 @@ class Bucket:
         need = self.used + min(amount * max(1.0, self.bias), self.limit) - self.limit
         if need <= 0:
             return self._clock()
-        left = itertools.accumulate((spent[0] for spent in self._spent), initial=0)
-        return next((s[1] for s, sum_ in zip(self._spent, [*left][1:], strict=True)
-                     if sum_ >= need), math.inf)  # fmt: skip
+        for amount_, back_at in self._spent:
+            need -= amount_
+            if need <= 0:
+                return float(back_at)
+        return math.inf
 
     def forecast_at(self, amount: float, service_s: float) -> float:
         """When so much will have been let through, by calls that take `service_s` each."""
@@ -1189,7 +1197,6 @@ class Circuit:
         self.opened = asyncio.Event()  # wakes calls in their backoff
         self.is_sick = False  # a health check has failed since it opened
         self.attempt_s: deque[float] = deque(maxlen=100)  # for timeout = auto
-
         self._settings, self._clock, self._on_move = settings, clock, on_move
         self._recent: deque[bool] = deque(maxlen=self.WINDOW)
         self._trials: deque[bool] = deque(maxlen=self.TRIALS)
@@ -1460,7 +1467,7 @@ class Timing:
 SHARES = {"high": 8.0, "normal": 1.0, "low": 1 / 8}
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Demand:
     """What a call wants of a gate; `weight` in thousands of prompt tokens, the rest in tokens."""
 
@@ -1474,19 +1481,14 @@ class Demand:
     circuit: Circuit | None = None
     places: int = 1  # of the gate's slots: llama.cpp gives each of several answers one
     refused_by: Key | None = None  # a 403 of a second key shows that it was for the call
+    tokens: int = field(init=False)
+    flow: tuple[str, str] = field(init=False)
+    charge: float = field(init=False)  # what it costs its flow
 
-    @functools.cached_property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
-
-    @functools.cached_property
-    def flow(self) -> tuple[str, str]:
-        return self.client, self.priority
-
-    @functools.cached_property
-    def charge(self) -> float:
-        """What it costs its flow."""
-        return max(1, self.tokens) / SHARES[self.priority]
+    def __post_init__(self) -> None:
+        self.tokens = self.prompt_tokens + self.output_tokens
+        self.flow = self.client, self.priority
+        self.charge = max(1, self.tokens) / SHARES[self.priority]
 
 
 class Permit:
@@ -2254,11 +2256,12 @@ def may_name_model(path: str, kind: str) -> bool:
 
 def form_model(body: bytes, kind: str) -> str:
     """The field `model` of a multipart form (RFC 7578); nothing where two say different things."""
-    found = re.search(r'boundary="?([^";,\s]+)', kind)
-    parts = body.split(b"--" + bytes_of_text(found[1])) if found else []
-    cut = (part.partition(b"\r\n\r\n") for part in parts)
+    marks = re.findall(r'(?i);\s*boundary="?([^";,]+)', kind)
+    parts = body.split(b"--" + bytes_of_text(marks[0].strip())) if len(marks) == 1 else []
+    cut = [part.partition(b"\r\n\r\n") for part in parts]
     names = {value.strip() for head, _, value in cut if _NAMES_MODEL.search(head)}
-    return names.pop().decode("utf-8", "replace") if len(names) == 1 else ""
+    is_clear = len(names) == 1 and not any(b"name*" in head.lower() for head, _, _ in cut)
+    return names.pop().decode("utf-8", "replace") if is_clear else ""
 
 
 def uncoded(body: bytes, codings: str, limit_bytes: int) -> bytes:
@@ -2273,10 +2276,11 @@ def uncoded(body: bytes, codings: str, limit_bytes: int) -> bytes:
             if name in ("gzip", "x-gzip", "deflate"):
                 inflate = zlib.decompressobj(-15 if body[:1] not in (b"\x1f", b"\x78") else 47)
                 body = inflate.decompress(body, limit_bytes + 1)
-                is_whole = inflate.eof
+                is_whole = inflate.eof and not inflate.unused_data
             elif name == "zstd":
                 unzstd = _zstd().ZstdDecompressor()
-                body, is_whole = unzstd.decompress(body, limit_bytes + 1), unzstd.eof
+                body = unzstd.decompress(body, limit_bytes + 1)
+                is_whole = unzstd.eof and not unzstd.unused_data
             elif name == "br":
                 unbrotli = importlib.import_module("brotli").Decompressor()
                 body = unbrotli.process(body, output_buffer_limit=limit_bytes + 1)
@@ -2293,7 +2297,7 @@ def uncoded(body: bytes, codings: str, limit_bytes: int) -> bytes:
         if len(body) > limit_bytes:
             raise too_large(limit_bytes)
         if not is_whole:
-            raise ProxyError("invalid_request", f"the body's {name} is cut off")
+            raise ProxyError("invalid_request", f"the body's {name} does not end where it ends")
     return body
 
 
@@ -4168,7 +4172,8 @@ def judge(head: Head, body: bytes) -> Failure | None:
     """
     status = head.status
     if status < 400:
-        is_odd = status == 200 and "json" in head.kind and HAS_FAULT.search(body)
+        ends = body if len(body) <= TAIL_BYTES else body[:4096] + body[-4096:]  # they stand there
+        is_odd = status == 200 and "json" in head.kind and HAS_FAULT.search(ends)
         if not is_odd or not (status := fault_status(json_at(body))):
             return None
     is_loading, is_too_long = status == 503 and b"Loading model" in body, TOO_LONG.search(body)
@@ -4640,10 +4645,10 @@ class Upstream:
                     status, body = await self.get(self._health_path)
             self.llama.said_health(status, body)
             self.is_healthy = status < 300 or status in (401, 403)
+            self._answered_at = time.monotonic() if status < 500 else -math.inf
         except (*NO_ANSWER, ValueError):
-            self.is_healthy = False
+            self.is_healthy, self._answered_at = False, -math.inf
         self.checked_at = time.monotonic()
-        self._answered_at = self.checked_at if self.is_healthy else -math.inf
         self.checked_s = self.checked_at - started_at
         return self.is_healthy
 
@@ -6259,7 +6264,6 @@ class Exchange:
         self._link = cast(Link, None)  # until there is one
         self._head = NO_HEAD
         self._events: Events | None = None
-
         self._upload_error: ProxyError | None = None
         self.is_complete = False  # whole and good: may be kept
         self.fault = 0  # the status that an error event means in which it ended
@@ -6623,7 +6627,9 @@ class Control:
         What has not changed there since it was last read stays as it was set in the meantime.
         Raises ConfigError: nothing was changed.
         """
-        gateway, settings, old = self._gateway, self._gateway.settings, self._loaded
+        gateway = self._gateway  # commands and files may take their time: calls go on
+        secrets_ = await asyncio.to_thread(lambda: [u.read_keys() for u in gateway.upstreams])
+        settings, old = gateway.settings, self._loaded
         if settings.again is None or settings.path is None:
             raise ConfigError("there is no file to read again")
         fresh = settings.again()
@@ -6631,8 +6637,6 @@ class Control:
         if any(getattr(old, name) for name in held) and not text_of(settings.path).strip():
             why = "is empty, and it had clients or budgets; a save that was cut off?"
             raise ConfigError(f"{settings.path}: {why}")
-        # Commands and files may take their time; the callers' calls go on.
-        secrets_ = await asyncio.to_thread(lambda: [u.read_keys() for u in gateway.upstreams])
         names = [n for n in (*SETTINGS, *self.TABLES) if getattr(fresh, n) != getattr(old, n)]
         live = [n for n in names if n in (*LIVE, "models", "clients")]
         new = {name: getattr(fresh, name) for name in live}
@@ -7072,7 +7076,7 @@ class Gateway:
         """The body, where it may name a model; all else is read on its way."""
         request, kind = record.request, record.request.low.get("content-type", "")
         is_empty = upload.is_empty or not request.may_cost
-        if is_empty or not may_name_model(request.path, kind):
+        if is_empty or not (request.route or may_name_model(request.path, kind)):
             return
         request.sent = request.body = await upload.whole()
         if codings := request.low.get("content-encoding"):
@@ -7100,7 +7104,7 @@ class Gateway:
             if (key := flights.key_of(alias)) is not None:
                 if (found := self._known(record, key)) is not None:
                     return found
-        if (meaning := self._parse(request)) is None:
+        if not self._parse(request) or (meaning := canonical(request.doc)) is None:
             return self._pass(record, upload)
         scope.update(b"json\0" + meaning)
         key = scope.digest()
@@ -7118,16 +7122,15 @@ class Gateway:
             flights.alias(alias, key)
         return found
 
-    def _parse(self, request: Request) -> bytes | None:
-        """Take what a JSON body says; its meaning as bytes, None where it is none."""
-        doc = parse_json(request.body)
-        if doc is None or (meaning := canonical(doc)) is None:
-            return None
+    def _parse(self, request: Request) -> bool:
+        """Take what a JSON body says; False where it is none."""
+        if (doc := parse_json(request.body)) is None:
+            return False
         model = doc.get("model")
         request.doc, request.max_tokens = doc, max_tokens(doc)
         request.is_stream = doc.get("stream") is True
         self._name_model(request, model if isinstance(model, str) else "")
-        return meaning
+        return True
 
     @staticmethod
     def _name_model(request: Request, model: str) -> None:
@@ -7332,8 +7335,9 @@ class Gateway:
                 attempt.failed()
             self._settle(flight, lease, exchange)
             raise
-        except (CallerGone, asyncio.CancelledError):
-            if flight.head is None:  # the upstream has read the prompt, and bills it
+        except (CallerGone, asyncio.CancelledError) as error:
+            is_asked = not isinstance(error, CallerGone)  # all of it was sent
+            if flight.head is None and is_asked:  # the upstream has read the prompt, and bills it
                 record.usage = lease.settle(lease.unknown())
             else:
                 self._settle(flight, lease, exchange)

@@ -601,6 +601,7 @@ class Line:
                 for option, wanted in options.items():
                     made = self.circuits[wanted] if option == "circuit" else wanted
                     setattr(self.demands[name], option, made)
+                self.demands[name].__post_init__()
                 entering = gate.enter(self.demands[name], self.timings[name], **limits)
                 self.tasks[name] = asyncio.create_task(entering)
             elif verb == "cancel":
@@ -1954,8 +1955,11 @@ async def test_journals_take_turns_again_after_trouble(tmp_path: Path, monkeypat
     await write(lambda: ledger.trouble and min(journal.end for journal in ledger._journals))
     path.rmdir()
     await write(lambda: not ledger.trouble)
+    turns = list[int]()
     for wanted in (0, 1, 0):  # each is emptied when all that it holds has been committed
         await write(functools.partial(lambda turn: ledger._turn == turn, wanted))
+        turns.append(ledger._turn)
+    assert turns == [0, 1, 0] and not ledger.trouble
     ledger.close()
 
 
@@ -4787,6 +4791,12 @@ async def test_a_body_that_names_a_model_is_read_whatever_its_route_form_and_cod
             assert (cloud.calls, local.calls) == (len(paths) + 1, 0)
             assert {row["model"] for row in await recent(caller)} == {"gpt-x"}
             assert caller.status()["spend_usd"] > 0 and not caller.status()["unpriced_tokens"]
+            for doubt in ("boundary=B; boundary=C", "boundary=C", "xboundary=B"):
+                odd_kind = {**ALICE, "Content-Type": f"multipart/form-data; {doubt}"}
+                fate = await outcome(caller, form.encode(), "/v1/audio/x", odd_kind)
+                assert fate == "403 model_not_allowed", doubt
+            more_names = form.replace('name="file"', "name*=UTF-8''model").encode()
+            assert await outcome(caller, more_names, "/v1/audio/x", kind) == "403 model_not_allowed"
             refused = "403 model_not_allowed"
             for other, path, headers in (
                 (body.replace(b"gpt", b"llm"), "/v1/audio/speech", ALICE), (b"{}", CHAT, ALICE),
@@ -4800,7 +4810,7 @@ async def test_a_body_that_names_a_model_is_read_whatever_its_route_form_and_cod
                 assert await outcome(caller, sent, "/v1/any", said) == "200 bypass"
                 assert cloud.asked[-1].body == sent  # as it came
                 assert cloud.asked[-1].headers["content-encoding"] == name
-                for odd, wanted in ((b"\0" + sent, 400), (sent[:-9], 400)):
+                for odd, wanted in ((b"\0" + sent, 400), (sent[:-9], 400), (sent + sent, 400)):
                     assert (await outcome(caller, odd, CHAT, said))[:3] == str(wanted), name
                 bomb = coded(b"0" * 2**21)[name]
                 assert await outcome(caller, bomb, CHAT, said) == "413 request_too_large"
@@ -4883,6 +4893,9 @@ async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
     monkeypatch.setattr(llmproxy, "TOKEN_S_UNLEARNED", 0.0)
 
     async def answer(exchange: Exchange) -> None:
+        if exchange.method == "GET":  # one that knows neither question, and says so
+            asked.append(exchange.target)
+            return await exchange.plain(status="404 X")
         if exchange.json["model"] != "stuck":
             await asyncio.sleep(1.5)  # it loads a model, or paints
             await (
@@ -4892,8 +4905,9 @@ async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
             )
         await exchange.gone.wait()
 
-    rules = [ModelRule("literal", timeout=0.3)]
+    rules, asked = [ModelRule("literal", timeout=0.3)], list[str]()
     async with upstream(answer) as up, proxy(up.base, timeout=0.4, models=rules) as caller:
+        up.health = 404
         caller.gateway.settings.given.pop("timeout")  # as the default: not set by hand
         began_at = time.monotonic()
 
@@ -4907,7 +4921,7 @@ async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
         assert plain[0] == stream[0] == picture[0] == 200
         assert literal[0] == 504 and literal[1] < 1.4  # [model] timeout is meant as it stands
         assert stuck[0] == 504 and 4.0 <= stuck[1] < 8  # it ends at last, and is not sent again
-        assert up.calls == 5
+        assert up.calls - len(asked) == 5 and set(asked) == {"/v1/models"}
         up.is_mute, began_at = True, time.monotonic()  # it takes connections and says nothing
         assert (await took(ask("hung")))[0] == 504 and time.monotonic() - began_at < 2.5
 
@@ -4962,7 +4976,7 @@ async def test_a_job_in_the_background_is_found_again_and_paid_once() -> None:
             assert (
                 caller.status()["spend_usd"] == caller.status()["budgets"][0]["spent_usd"] == 200e-6
             )
-            await change(caller, budget=0.0001)
+            await change(caller, budget=1e-6)
             assert await outcome(caller, b"", "/v1/responses/resp_1/cancel") == "200 bypass"  # free
             async with caller.session.get(place + "/input_items") as response:
                 assert response.status == 200
