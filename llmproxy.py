@@ -7939,7 +7939,7 @@ def _numbers(status: dict[str, Any], width: int) -> Table:
     timeout = status["settings"]["timeout"]
     low, high = (min(learned), max(learned)) if timeout == "auto" else (timeout, timeout)
     limits = [b["limit_usd"] for b in status["budgets"] if b["name"] == "the budget"]
-    spend = f"${status['spend_usd']:.2f}" + (f" of ${limits[0]:.2f}" if limits else "")
+    spend = f"${status['spend_usd']:.2f}" + (f"/{limits[0]:g}" if limits else "")
     cells = [
         ("in flight", status["in_flight"]), ("queued", status["queued"]),
         ("calls", status["requests"]), ("calls/s", f"{status['calls_per_s']:.1f}"),
@@ -7958,7 +7958,7 @@ def _numbers(status: dict[str, Any], width: int) -> Table:
         line_of((f"{name} ", "dim"), (str(value), "bold red" if alarms.get(name) else "bold"))
         for name, value in cells
     ]
-    columns = 3 if width < 72 else 4 if width < 112 else 8
+    columns = min(max(2, width // 20), 8)  # "spend today $0.10/5" has 19 characters
     rows = [texts[start : start + columns] for start in range(0, len(texts), columns)]
     more: dict[str, Any] = {"show_header": False, "expand": True, "padding": (0, 1, 0, 0)}
     return table_of([""] * columns, rows, (), [1] * columns, **more)

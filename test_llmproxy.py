@@ -4987,6 +4987,31 @@ async def test_a_job_in_the_background_is_found_again_and_paid_once() -> None:
 
 
 @aio
+async def test_a_name_that_has_moved_is_found_within_two_seconds(monkeypatch: Patch) -> None:
+    address = "127.0.0.2"
+
+    async def resolve(*_: Any) -> list[dict[str, Any]]:
+        found = {"hostname": "moves.test", "host": address, "port": port, "proto": 0, "flags": 0}
+        return [{**found, "family": socket.AF_INET}]
+
+    monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", resolve)
+    ups, port = [Upstream(reply_plain), Upstream(reply_plain)], free_port()
+    first_server = await asyncio.start_server(ups[0].serve, "127.0.0.2", port)
+    async with proxy(f"http://moves.test:{port}", retries=0, breaker_failures=99) as caller:
+        assert (await caller.fetch(ask("before")))[0] == 200
+        first_server.close()
+        await ups[0].close()
+        address = "127.0.0.3"  # its container was made anew
+        async with await asyncio.start_server(ups[1].serve, "127.0.0.3", port):
+            began_at, tries = time.monotonic(), 0
+            while (await caller.fetch(ask(f"after {tries}")))[0] != 200:
+                tries += 1
+                await asyncio.sleep(0.05)
+            assert time.monotonic() - began_at < 2 and ups[1].calls == 1
+        await ups[1].close()
+
+
+@aio
 async def test_queue_timeout_changes_for_those_who_wait() -> None:
     release = asyncio.Event()
 
@@ -5794,7 +5819,7 @@ def status_with_an_open_circuit() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("board", ["", "board", "help"])
-@pytest.mark.parametrize(("width", "height"), [(60, 24), (80, 24), (100, 40), (200, 50)])
+@pytest.mark.parametrize(("width", "height"), [(60, 24), (80, 24), (100, 40), (120, 40), (200, 50)])
 def test_table_fits_and_says_all(width: int, height: int, board: str) -> None:
     row = {
         "time_unix": 0.0, "fate": "joined", "status": 200, "model": "a-model-with-a-name" * 4, "path": CHAT,
@@ -5802,8 +5827,10 @@ def test_table_fits_and_says_all(width: int, height: int, board: str) -> None:
     }  # fmt: skip
     status = copy.deepcopy(status_with_an_open_circuit())
     status |= {"joined": 199, "rejected": 3, "hit": 5, "tokens_in": 123456, "recent": []}
+    budget = {"window": "day", "limit_usd": 5.0, "spent_usd": 0.0, "reserved_usd": 0.0}
+    status["budgets"] = [{"name": "the budget", **budget}] if width > 60 else []
     shown: llmproxy.Board | None = llmproxy.Board(has_keys=True)
-    words = ["in flight", "queued", "joined 199", "hits 5", "rejected 3", "open circ. 1", "today $0.00",
+    words = ["in flight", "queued", "joined 199", "hits 5", "rejected 3", "open circ. 1", "spend today $0.00" + "/5" * (width > 60),
              "tok in 123k", "tok out", "tok saved", "calls/s", "p50", "p95", "p99", "127.0.0.1:9"]  # fmt: skip
     if not board:
         shown, height, status["recent"] = None, 24, [row] * 50
