@@ -386,7 +386,7 @@ def setting(
 def typed(value: Any) -> list[str]:
     """A value of JSON or TOML, as its setting is given as text."""
     values = value if isinstance(value, list) else [value]
-    if not all(v is None or isinstance(v, (str, int, float)) for v in values):
+    if not all(v is value is None or isinstance(v, (str, int, float)) for v in values):
         _refuse("a string, a number or a list of them")
     words = {None: "none", True: "on", False: "off"}
 
@@ -410,7 +410,7 @@ def parse_setting(meta: Mapping[str, Any], value: Any, where: str, is_secret: bo
         if len(values) != 1 and not meta["many"]:
             _refuse("one value")
     except ValueError as error:
-        got = "" if is_secret else f", got {printable(', '.join(texts)) or 'nothing'}"
+        got = "" if is_secret or not texts else f", got {printable(', '.join(texts)) or 'nothing'}"
         raise ConfigError(f"{where}: {error}{''.join(f', or {w}' for w in also)}{got}") from None
     return values if meta["many"] else values[0]
 
@@ -650,9 +650,9 @@ def shown_value(item: dataclasses.Field[Any], value: Any) -> str:
     words = [word for word, v in item.metadata["also"].items() if v == value]
     if words or not value:
         return words[0] if words else "none" if value in (None, []) else str(value)
-    if item.metadata["unit"] == "bytes":
-        return f"{value / 2**20:g}MiB"
-    return f"{value:g}" if isinstance(value, float) else ", ".join(typed(value))
+    if item.metadata["unit"] == "bytes" and value % 2**20 == 0:
+        return f"{value >> 20}MiB"
+    return f"{value:.12g}" if isinstance(value, float) else ", ".join(typed(value))
 
 
 def default_text(item: dataclasses.Field[Any]) -> str:
@@ -2289,8 +2289,8 @@ def uncoded(body: bytes, codings: str, limit_bytes: int) -> bytes:
                 raise ImportError(name)
         except ImportError:
             why = f"bodies coded as {printable(name)} are not understood here; send it plainly"
-            mend = ", or: pipx inject llmproxyd brotli backports.zstd"
-            raise ProxyError("unsupported_encoding", why + mend) from None
+            why += ", or: pipx inject llmproxyd brotli backports.zstd" * (name in ("br", "zstd"))
+            raise ProxyError("unsupported_encoding", why) from None
         except Exception as error:  # of whatever kind its library has
             why = f"the body is not the {name} that it is said to be ({type(error).__name__})"
             raise ProxyError("invalid_request", why) from None
@@ -2347,25 +2347,28 @@ class Headers:
         self.low, self.lines, self.own = low, lines, own
         self._blocks: dict[Any, bytes] = {}
 
-    def block(self, without: tuple[str, ...] = (), only: frozenset[str] | None = None) -> bytes:
-        """What goes on, ready to be sent."""
-        block = self._blocks.get((without, only))
+    def block(
+        self, without: tuple[str, ...] = (), only: frozenset[str] | None = None,
+        keys: tuple[str, ...] = (),
+    ) -> bytes:  # fmt: skip
+        """What goes on, ready to be sent; no line that carries one of `keys`."""
+        block = self._blocks.get((without, only, keys))
         if block is None:
-            block = self._blocks[without, only] = b"".join(
+            block = b"".join(
                 line for name, line in self.lines
                 if name not in without and (only is None or name in only)
             )  # fmt: skip
+            block = self._blocks[without, only, keys] = without_lines(block, keys)
         return block
 
-    @property
-    def keyed(self) -> bytes:
+    def keyed(self, keys: tuple[str, ...] = ()) -> bytes:
         """All that may change an answer or say whose call it is, whatever its order."""
-        block = self._blocks.get("keyed")
+        block = self._blocks.get(keys)
         if block is None:
             known = (name for name, _ in self.lines if name not in HARMLESS)
             names = sorted({name for name in known if not name.startswith(_HARMLESS_KINDS)})
             block = b"".join(bytes_of_text(f"{name}:{self.low[name]}\n") for name in names)
-            self._blocks["keyed"] = block
+            block = self._blocks[keys] = without_lines(block, keys)
         return block
 
 
@@ -2613,15 +2616,18 @@ def last_event_end(data: bytes) -> int:
     return max((data.rfind(mark) + len(mark)) * (mark in data) for mark in _EVENT_ENDS)
 
 
+def _choices(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = doc.get("choices")
+    return [c for c in found if isinstance(c, dict)] if isinstance(found, list) else []
+
+
 def fault_status(doc: Any) -> int:
     """The status that a document means which is an error, whatever its answer's was; 0: none."""
     if not isinstance(doc, dict):
         return 0
     holder = _dict(doc, "response") or doc  # OpenAI's responses route wraps it in a stream
     error = holder.get("error") or (doc if doc.get("type") == "error" else None)
-    choices = doc.get("choices")
-    choices = [c for c in choices if isinstance(c, dict)] if isinstance(choices, list) else []
-    ends = [choice.get("finish_reason") for choice in choices]
+    ends = [choice.get("finish_reason") for choice in _choices(doc)]
     if not error and "error" not in ends and holder.get("status") != "failed":
         return 0
     error = error if isinstance(error, dict) else {}
@@ -2641,7 +2647,7 @@ def stream_error(event: bytes) -> tuple[int, bytes] | None:
 
 def stream_fault(data: bytes) -> int:
     """What the first error among a stream's events means; 0 where there is none."""
-    if not HAS_FAULT.search(data):
+    if (b'"error"' not in data and b'failed"' not in data) or not HAS_FAULT.search(data):
         return 0
     return next((found[0] for found in map(stream_error, EVENT_END.split(data)) if found), 0)
 
@@ -2810,7 +2816,9 @@ def _usage_from(usage: dict[str, Any]) -> Usage:
     prompt = _whole(usage, "input_tokens") + read + written
     found = Usage(prompt, read or cached, _whole(usage, "output_tokens"), reasoning, written)
     found.written_1h = _whole(_dict(usage, "cache_creation"), "ephemeral_1h_input_tokens")
-    found.seconds = math.ceil(usage["seconds"]) if type(usage.get("seconds")) in (int, float) else 0
+    seconds = usage.get("seconds")
+    if isinstance(seconds, (int, float)) and 0 <= seconds < MAX_TOKENS:
+        found.seconds = math.ceil(seconds)
     return found
 
 
@@ -2945,9 +2953,9 @@ def closing_events(name: str, sent: bytes, output_tokens: int) -> bytes:
     else:
         base = {k: v for k, v in (docs[0] if docs else {}).items() if k not in ("choices", "usage")}
         empty: dict[str, Any] = {"delta": {}} if name == "chat/completions" else {"text": ""}
-        seen = [c for doc in docs for c in doc.get("choices") or () if isinstance(c, dict)]
-        is_over = {c.get("index") for c in seen if c.get("finish_reason")}
-        for n in sorted({c.get("index", 0) for c in seen} - is_over or {0}):
+        seen = [(_whole(c, "index"), c) for doc in docs for c in _choices(doc)]
+        is_over = {n for n, c in seen if c.get("finish_reason")}
+        for n in sorted({n for n, _ in seen} - is_over or {0}):
             end = {"index": n, **empty, "finish_reason": "length"}
             ending.append({**base, "choices": [end]})
         tail = b"data: [DONE]\n\n"
@@ -3038,7 +3046,7 @@ class Price:
         cost = fresh * price.prompt + usage.cached * price.cached
         cost += (usage.written - long) * price.written + long * (price.written_1h or 0.0)
         cost += usage.completion * price.completion + usage.seconds * self.second
-        return min(math.ceil(cost + self.pieces(doc) - 1e-6), 2**50)
+        return min(max(0, math.ceil(cost + self.pieces(doc) - 1e-6)), 2**50)
 
     def worst(self, prompt_tokens: int, output_tokens: int, doc: Mapping[str, Any]) -> int:
         """The most that a call can cost: all of its prompt may be written to a cache."""
@@ -3199,10 +3207,7 @@ class Budgets:
             rule.name: _budgets(f"client {rule.name}", rule.budget, rule.budget_month)
             for rule in settings.clients
         }
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.of_all and not any(self.of_client.values())
+        self.is_empty = not self.all()
 
     def limit(self, settings: Settings) -> list[Budget]:
         """Take the limits of changed settings; what was spent stays. Returns what is new."""
@@ -3215,6 +3220,7 @@ class Budgets:
                 else:
                     known.limit, budgets[n] = budget.limit, known
         self.of_all, self.of_client = after.of_all, after.of_client
+        self.is_empty = after.is_empty
         self.changed()
         return new
 
@@ -3504,7 +3510,8 @@ class Ledger:
     def _write_journal(self, row: Row) -> None:
         if self._journals and not self._journals[self._turn].write(row):
             self.flush(is_turn=True)  # it is full
-            self._journals[self._turn].write(row)
+            if not self._journals[self._turn].write(row):  # and the writer far behind
+                self._in_trouble(OSError("the journals are full"))
 
     def flush(self, is_turn: bool = False) -> None:
         """Hand the writer what there is; about every second the journals take turns."""
@@ -3642,6 +3649,8 @@ def take_up(db: sqlite3.Connection, path: Path, own_run: int) -> None:
     """Rows that dead processes left in their journals; their open calls count as reserved."""
     alive, dead = {own_run}, list[Path]()
     for file in sorted(path.parent.glob(f"{glob.escape(path.name)}-*-?.journal")):
+        if not re.fullmatch(rf"{re.escape(path.name)}-[0-9a-f]{{8}}-[01]\.journal", file.name):
+            continue
         run_id = int(file.name[-18:-10], 16)
         first = file.with_name(file.name[:-9] + "0.journal")
         handle = os.open(first, os.O_RDWR | os.O_CREAT, 0o600)
@@ -4054,9 +4063,11 @@ class Llama:
 
     # -- looking
 
-    async def attend(self, attempts: int, is_idle: bool, is_alive: Callable[[], Any]) -> bool:
-        """One look: is it there, and does it get on? Returns whether it answered."""
-        is_healthy = True
+    async def attend(
+        self, attempts: int, is_idle: bool, is_alive: Callable[[], Any]
+    ) -> bool | None:
+        """One look: is it there, and does it get on? Whether it answered; None: was not asked."""
+        is_healthy: bool | None = None
         if self.is_known or self.is_loading or (self._is_local and self.is_gone):
             is_healthy = await self._look(attempts, is_idle, is_alive)
         if self._needs_props and not self.is_gone and not self.is_loading:
@@ -4192,6 +4203,10 @@ def is_outage(status: int) -> bool:
     return status >= 500 and status != 501
 
 
+class WaitedLong(TimeoutError):
+    """A server that was alive was waited for, and all patience is over."""
+
+
 class Link(ResponseHandler):
     """A connection to an upstream: aiohttp's transport and C parser, without an object a call.
 
@@ -4202,6 +4217,7 @@ class Link(ResponseHandler):
     is_busy = False  # with an exchange of ours; until then aiohttp may speak to a proxy
     is_paused = False  # it is we who wait, and that is no silence of the upstream
     patience_s = 0.0  # for the first byte, beyond `limit_s`, of a server that answers meanwhile
+    is_waited_for = False  # beyond that
     is_bodiless = False
     message: Any = None
     payload: Any = None
@@ -4216,7 +4232,7 @@ class Link(ResponseHandler):
     def begin(self, limit_s: float, total_s: float | None, is_bodiless: bool) -> None:
         """Get ready for an exchange, under a limit of silence and one for the whole."""
         self.message = self.payload = self.error = self.sink = None
-        self.is_busy, self.limit_s = True, limit_s
+        self.is_busy, self.limit_s, self.is_waited_for = True, limit_s, False
         self.heard_at = now = self._loop.time()
         self.deadline = now + total_s if total_s else math.inf
         if self.uses == 0 or self.is_bodiless or is_bodiless:
@@ -4427,7 +4443,7 @@ class Pool:
             if link.is_paused or not link.is_busy or link.error is not None:
                 continue
             if now >= link.deadline or self._is_over(link, now):
-                link.fail(TimeoutError())
+                link.fail(WaitedLong() if link.is_waited_for else TimeoutError())
         while self._idle and now - self._idle[0].idle_at >= IDLE_S:
             self._idle.popleft().end()
         self._is_ticking = bool(self._busy or self._idle)
@@ -4599,7 +4615,8 @@ class Upstream:
             await asyncio.sleep(LOOK_S)
             try:
                 idle = not self.gate.running
-                self.is_healthy = await self.llama.attend(self.attempts, idle, self.is_alive)
+                found = await self.llama.attend(self.attempts, idle, self.is_alive)
+                self.is_healthy = self.is_healthy if found is None else found
                 if self._is_silent and time.monotonic() - self.checked_at > SILENT_LOOK_S:
                     self._is_silent = False
                     await self.is_alive()
@@ -4617,6 +4634,7 @@ class Upstream:
             return self.llama.is_over(link.heard_at, link.limit_s, now)
         self._is_silent |= silent_s > link.limit_s / 2
         is_alive = now - self._answered_at < SILENT_LOOK_S + link.limit_s / 2
+        link.is_waited_for |= is_alive and silent_s >= link.limit_s
         return silent_s >= (link.patience_s if is_alive else link.limit_s)
 
     def _reached(self, is_reachable: bool, message: str = "") -> None:
@@ -4874,7 +4892,7 @@ class Record:
     usage = NO_USAGE
     expected = NO_USAGE  # what an open row says, in case that it is lost
     cost_micros: int | None = 0  # None: the model has no price
-    reserved_micros = saved_micros = 0
+    reserved_micros = saved_micros = answer_micros = 0
     open_micros = -1  # what its open row in the ledger says to be reserved
     steps: tuple[dict[str, Any], ...] = ()
 
@@ -5191,15 +5209,10 @@ class Accounts:
             record.cost_micros = None
             return 0
         cost = price.cost(usage, record.request.doc)
-        record.cost_micros = (record.cost_micros or 0) + cost
+        record.cost_micros, record.answer_micros = (record.cost_micros or 0) + cost, cost
         self.today.roll(self._now())
         self.today.spent += cost
         return cost
-
-    def saved(self, record: Record) -> None:
-        """Count what a call that cost nothing would have cost."""
-        if (price := self.prices.of(record.request.model)) is not None:
-            record.saved_micros = price.cost(record.usage, record.request.doc)
 
     def shown(self) -> dict[str, Any]:
         budgets = self.budgets.all()
@@ -5526,7 +5539,8 @@ async def listening(
 class Kept:
     """A finished answer, in as few objects as possible: there are tens of thousands.
 
-    `block`: its headers without what belongs to one delivery. `tokens`: the values of its Usage.
+    `block`: its headers without what belongs to one delivery. `tokens`: the first values of its
+    Usage. `cost_micros`: what it had cost, and who gets it saves.
     """
 
     reason: str
@@ -5534,11 +5548,12 @@ class Kept:
     request_id: str
     body: bytes
     stored_at: float
-    tokens: tuple[int, int, int, int, int]
+    tokens: tuple[int, int, int, int, int, bool]
     upstream: str
     model: str
     is_deterministic: bool
     is_stream: bool
+    cost_micros: int
 
     @property
     def size_bytes(self) -> int:
@@ -5994,7 +6009,7 @@ class Answers:
         request, record.fate, record.status = record.request, fate, 200
         record.upstream, record.usage, record.fallback = kept.upstream, Usage(*kept.tokens), ""
         request.model, request.is_stream = kept.model, kept.is_stream
-        self.accounts.saved(record)
+        record.saved_micros = kept.cost_micros
         record.request_id = kept.request_id or request.trace
         self.accounts.ended(record)
         low = {"content-type": "text/event-stream"} if kept.is_stream else {}
@@ -6362,10 +6377,9 @@ class Exchange:
         is_refused = isinstance(error, NOT_CONNECTED)
         # A silent plain call has probably done its work: asking again would pay twice. Nor is a
         # server asked again that answers nobody.
-        is_silent = type(error) is TimeoutError
-        is_mute = self._upstream.llama.is_mute
-        may_again = self._request.is_stream and not is_mute and not self._plan.patience_s
-        is_transient = not is_silent or may_again
+        is_silent = type(error) in (TimeoutError, WaitedLong)
+        is_hopeless = isinstance(error, WaitedLong) or self._upstream.llama.is_mute
+        is_transient = not is_silent or (self._request.is_stream and not is_hopeless)
         is_paid = is_silent or self._head is not NO_HEAD
         return Failure(explained, is_transient, ran_nothing=is_refused, is_paid=is_paid)
 
@@ -6417,7 +6431,7 @@ class Exchange:
             rest = self._events.rest() if self._events is not None else b""
             # Half an event at the end of a connection is what a cut leaves.
             if not self.is_cut and (not head.ends_with_connection or is_event(rest)):
-                self._flight.push(rest)
+                self._flight.push(self._upstream.hide(rest))
         except NO_ANSWER:
             if not self._judge_end():  # else only the last chunk was missing
                 raise
@@ -6846,6 +6860,7 @@ def metrics(gateway: Gateway) -> Iterable[str]:
 class Job:
     """A response that its upstream keeps: who that is, and whether its cost is still to come."""
 
+    client: str
     upstream: str
     model: str
     is_open: bool
@@ -6870,6 +6885,7 @@ class Gateway:
             lambda key: Circuit(key, settings, clock, self._circuit_moved),
             may_go=lambda circuit: circuit.state is State.CLOSED,
         )
+        self._no_circuit = Circuit(("", "", ""), settings, clock)  # of what costs nothing
         self.learned: LruMap[Learned] = LruMap(lambda key: Learned())
         self.clients = {rule.key_sha256: Client(rule, clock) for rule in settings.clients}
         self.control, self.admin = Control(self), Admin(self)
@@ -7143,11 +7159,12 @@ class Gateway:
         request, record.fate = record.request, "bypass"
         if request.method == "GET" and (named := re.search(r"/models(?:/([^/]+))?$", request.path)):
             request.model = urllib.parse.unquote(named[1] or "")
-        if request.is_read and not request.doc:
+        if request.is_read and request.route is None:
             self._parse(request)
         if request.name.startswith("responses/"):
             request.may_cost &= not request.name.endswith("/cancel")
-            request.job = self.jobs.get(request.name.split("/")[1])
+            job = self.jobs.get(request.name.split("/")[1])
+            request.job = job if job is not None and job.client == record.client else None
         if request.may_cost:
             request.check_model(request.model)
         flight = Flight(b"", record, True, self.abandon)
@@ -7157,10 +7174,9 @@ class Gateway:
     def _scope(self, record: Record) -> Any:
         """What two calls must have in common besides their bodies, as the beginning of a hash."""
         request = record.request
-        raw_path, keyed, name = request.raw_path, request.headers.keyed, ""
+        raw_path, keyed, name = request.raw_path, request.headers.keyed(request.own_keys), ""
         if request.client is not None:  # however it sends its key
-            name, keys = record.client, request.own_keys
-            raw_path, keyed = without_keys(raw_path, keys, ()), without_lines(keyed, keys)
+            name, raw_path = record.client, without_keys(raw_path, request.own_keys, ())
         if self.settings.share == "all":
             name, raw_path = "", without_keys(raw_path)
             lines = keyed.splitlines(keepends=True)
@@ -7362,7 +7378,7 @@ class Gateway:
                 record.usage = lease.charge(usage)
             if request.name == "responses" and (found := _RESPONSE_ID.search(body[:8192])):
                 is_open = bool(request.doc.get("background")) and not usage.total
-                job = Job(record.upstream, lease.target.model, is_open)
+                job = Job(record.client, record.upstream, lease.target.model, is_open)
                 self.jobs[found[1].decode("utf-8", "replace")] = job
                 if len(self.jobs) > 10 * MAX_MODELS:
                     self.jobs.popitem(last=False)
@@ -7372,7 +7388,8 @@ class Gateway:
                     learned.teach(usage.completion, self.clock() - lease.sent_at)
                     if learned.is_curious:
                         learned.teach_prompt(request.size, usage.prompt)
-            lease.target.upstream.llama.speeds.add(plain[-SLICE_BYTES:])
+            if (llama := lease.target.upstream.llama).is_known:
+                llama.speeds.add(plain[-SLICE_BYTES:])
             if flight.passes:
                 return
             self.accounts.bodies(record, request.body, plain)
@@ -7385,8 +7402,9 @@ class Gateway:
             if is_good and may_keep and is_newest and is_worth_keeping(plain, request, usage):
                 kept = Kept(
                     head.reason, NOT_KEPT.sub(b"", head.block), head.low.get("x-request-id", ""),
-                    body, self.clock(), dataclasses.astuple(usage)[:5], record.upstream,
-                    request.model, is_same, head.is_stream,
+                    body, self.clock(), (usage.prompt, usage.cached, usage.completion,
+                    usage.reasoning, usage.written, usage.is_estimated), record.upstream,
+                    request.model, is_same, head.is_stream, record.answer_micros,
                 )  # fmt: skip
                 self.flights.keep(flight.key, kept, self.settings.cache_bytes)
         except Exception as error:  # whatever an upstream reports, its callers must land
@@ -7531,7 +7549,8 @@ class Gateway:
             return next((u for u in self.upstreams if u.rule.serves(model)), None)
 
         def target(upstream: Upstream, model: str, name: str = "") -> Target:
-            circuit = self.circuits[upstream.name, model, request.path]
+            key = upstream.name, model, request.path
+            circuit = self.circuits[key] if request.may_cost else self._no_circuit
             learned, is_foreign = self.learned[upstream.name, model], upstream is not first
             return Target(upstream, model, circuit, learned, name, is_foreign)
 
@@ -7622,10 +7641,9 @@ class Gateway:
         is_ours = is_foreign or bool(target.upstream.gate.pool)
         without = CREDENTIALS if is_ours else ()
         without = without if is_as_it_came else (*without, "content-encoding")
-        block = request.headers.block(without, SENT_ELSEWHERE if is_foreign else None)
+        block = request.headers.block(without, SENT_ELSEWHERE if is_foreign else None, keys)
         if is_ours or keys:
             raw_path = without_keys(raw_path, keys, KEY_PARAMETERS if is_ours else ())
-        block = without_lines(block, keys) if keys else block
         more = f"x-request-id: {request.trace}\r\n"
         if request.has_new_trace:
             more += f"traceparent: 00-{request.trace}-{request.trace[:16]}-01\r\n"
@@ -7722,7 +7740,7 @@ class Gateway:
         record.elapsed_s = self.clock() - record.started_at
         if record.fate == "joined" and flight is not None:
             self.answers.take(record, flight)
-            self.accounts.saved(record)
+            record.saved_micros = flight.record.answer_micros
         record.request.let_go()
         self._ended.append(record)
         if self._fold_timer is None:
@@ -9614,6 +9632,7 @@ def _replay(args: argparse.Namespace) -> int:
 @command("check", "validate the config file and say what it means", takes_settings=True)
 def _check(args: argparse.Namespace) -> int:
     settings = _settings_of(args)
+    check_open(settings)
     Prices(settings)
     file = Path(args.config) if args.config else default_config_path(os.environ)
     print(f"{file}: " + ("fine" if file.exists() else "not there, defaults hold"))
@@ -9733,8 +9752,7 @@ def _read_ledger(args: argparse.Namespace, sql: str, values: Iterable[Any]) -> l
         raise CannotError("there is no ledger: state is none")
     path = state_path(settings.state)
     try:
-        with contextlib.closing(open_ledger(path)) as db:
-            return [dict(row) for row in db.execute(sql, tuple(values))]
+        return read_rows(path, sql, values)
     except sqlite3.Error as error:
         why = "no daemon has written it yet; see --state" if not path.exists() else error
         raise CannotError(f"{path}: {why}") from None

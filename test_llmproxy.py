@@ -1140,7 +1140,7 @@ async def test_flight_holds_the_upstream_back_for_its_fastest_caller_only(
 
 def kept_of(size: int, at: float, upstream: str = "u") -> Kept:
     body = b"x" * size
-    return Kept("OK", b"", "", body, at, (0, 0, 0, 0, 0), upstream, "m", False, False)
+    return Kept("OK", b"", "", body, at, (0, 0, 0, 0, 0, False), upstream, "m", False, False, 0)
 
 
 def test_kept_answers_stay_within_their_bound_and_forget_their_aliases(clock: FakeClock) -> None:
@@ -1396,7 +1396,7 @@ def test_the_largest_limit_on_the_output_counts_in_any_apis_words() -> None:
 def test_headers_that_change_no_answer_are_not_part_of_what_is_asked() -> None:
     def keyed(*lines: str) -> bytes:
         raw = tuple(tuple(part.encode() for part in line.split(": ")) for line in lines)
-        return Headers(raw, llmproxy.NOT_SENT_UPSTREAM).keyed  # type: ignore[arg-type]
+        return Headers(raw, llmproxy.NOT_SENT_UPSTREAM).keyed()  # type: ignore[arg-type]
 
     base = ("Authorization: Bearer x", "Content-Type: application/json")
     for same in (
