@@ -2656,8 +2656,9 @@ def is_worth_keeping(body: bytes, request: Any, usage: Usage) -> bool:
     """Whether a whole answer also says something, and ends because it was at its end."""
     ends = set(_ENDS.findall(body))
     is_cut = bool(ends & _CUT) and usage.completion < (request.max_tokens or math.inf)
+    is_bad = bool(ends & _BAD) or (not request.is_stream and bool(ends & _PENDING))
     says = bool(_SAYS.search(body) if _SHAPED.search(body) else body.strip())
-    return says and not is_cut and not ends & _BAD and not request.doc.get("background")
+    return says and not is_cut and not is_bad and not request.doc.get("background")
 
 
 def is_whole(data: bytes, route: Route | None, doc: Mapping[str, Any]) -> bool:
@@ -2684,7 +2685,8 @@ HAS_FAULT = re.compile(rb'"error"\s*:\s*[^n\s]|"(?:status|type)"\s*:\s*"[\w.]*fa
                        rb'|"(?:finish_reason|type)"\s*:\s*"error"')  # fmt: skip
 # How an answer may end, and what says that there is something in it.
 _ENDS = re.compile(rb'"(?:finish_reason|stop_reason|stop_type|status|reason)"\s*:\s*"(\w+)"')
-_CUT = frozenset((b"length", b"max_tokens", b"limit", b"max_output_tokens"))
+_CUT = frozenset((b"length", b"max_tokens", b"limit", b"max_output_tokens", b"incomplete"))
+_PENDING = frozenset((b"queued", b"in_progress"))  # a stream's events say so as well
 _BAD = frozenset((b"content_filter", b"error", b"pause_turn", b"refusal", b"failed", b"cancelled"))
 _SHAPED = re.compile(rb'"(?:choices|content|output)"')
 _SAYS = re.compile(rb'"(?:content|text|arguments|partial_json|delta)"\s*:\s*"[^"]'
@@ -6173,7 +6175,8 @@ class Lease:
     def begin(self, head: Head) -> None:
         """The answer begins: callers will see it, and the upstream has counted its prompt."""
         upstream_s = self.record.timing.upstream_s = self._clock() - self.sent_at
-        self.target.circuit.attempt_s.append(upstream_s)
+        if self.record.request.may_cost:
+            self.target.circuit.attempt_s.append(upstream_s)
         self.attempt.give_place()  # a long stream holds no other trial up
         if self.task is not None:
             self.meter(self.prompt_tokens)
@@ -7331,6 +7334,7 @@ class Gateway:
                 outcome = str(flight.head.status if flight.head is not None else 0)
                 said = attempt.failed if is_outage(exchange.fault) else attempt.alive
                 (said if exchange.fault else attempt.ok)()
+                upstream.is_healthy |= not exchange.fault
                 flight.finish()
                 self._settle(flight, lease, exchange)
                 return None

@@ -1715,6 +1715,9 @@ def test_prices_come_from_flags_then_the_file_then_the_list(tmp_path: Path) -> N
         b'{"text": "x", "usage": {"type": "duration", "seconds": 6.4}}', False
     )
     assert found == Usage(seconds=7)
+    for odd in ("-100000", "1e999", "NaN", '"9"', "true", "[]"):
+        body = b'{"usage": {"input_tokens": 1, "seconds": %b}}' % odd.encode()
+        assert llmproxy.read_usage(body, False) == Usage(1, seconds=odd == "true"), odd
     for text, says in (("", "JSON"), ("[]", "object"), ("{", "JSON"), (None, "No such file")):
         listed.unlink() if text is None else listed.write_text(text)
         with pytest.raises(llmproxy.ConfigError, match=rf"prices: .*prices\.json.*{says}"):
@@ -1894,13 +1897,15 @@ async def test_ledger_takes_up_what_a_killed_process_left_and_no_living_ones(
     beside.close()
     killed = as_if_killed("killed")
     assert len(journals(killed)) == 2
+    for odd in ("x-0", "zzzzzzzz-0", "0000000g-1"):
+        Path(f"{killed}-{odd}.journal").write_bytes(b"somebody's own")
     after = started(killed)
     assert costs(killed) == [("done", 1), ("lost", 500), ("done", 2), ("lost", 700)]
     sql = "SELECT id FROM calls WHERE tokens_estimated = 1 ORDER BY id"
     estimated = llmproxy.read_rows(killed, sql)
     assert estimated[0]["id"] == first[0] and len(estimated) == 2
     after.close()
-    assert journals(killed) == []
+    assert len(journals(killed)) == 3
     for missing in (1, 9, 60):  # it died in the middle of its last record
         killed = as_if_killed(f"but-{missing}")
         for journal in journals(killed):
@@ -1942,11 +1947,13 @@ async def test_ledger_that_cannot_be_written_holds_rows_back_and_writes_them_lat
 async def test_journals_take_turns_again_after_trouble(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Ledger, "TURN_S", 0.05)
     path = tmp_path / "l.db"
-    ledger = started(path)
+    ledger, ids = started(path), list[int]()
 
     async def write(true: Callable[[], Any]) -> None:
         while not true():
-            ledger.ended(row_of(ledger, cost_micros=1), True)
+            row = row_of(ledger, cost_micros=1)
+            ids.append(row[0])
+            ledger.ended(row, True)
             ledger.flush()
             await asyncio.sleep(0.01)
 
@@ -1961,6 +1968,7 @@ async def test_journals_take_turns_again_after_trouble(tmp_path: Path, monkeypat
         turns.append(ledger._turn)
     assert turns == [0, 1, 0] and not ledger.trouble
     ledger.close()
+    assert [row["id"] for row in rows_of(path)] == sorted(ids)
 
 
 def test_ledger_of_an_older_version_is_brought_up_and_of_a_newer_not_touched() -> None:
@@ -3163,6 +3171,8 @@ async def test_a_key_of_the_pool_reaches_no_caller(monkeypatch: pytest.MonkeyPat
         said = exchange.headers["authorization"]
         if kind == "stream":
             await exchange.stream([chunk(said), *STREAM, DONE])
+        elif kind == "cut":  # its last event lacks the blank line
+            await exchange.stream([*STREAM, b"data: " + said.encode() + b"\n"])
         elif kind == "header":
             more = f"Location: /x?{said}\r\nX-Echo: {said}\r\n"
             await exchange.plain(b"", f"302 Found {said}", more)
@@ -3172,9 +3182,9 @@ async def test_a_key_of_the_pool_reaches_no_caller(monkeypatch: pytest.MonkeyPat
 
     keys = [KeyRule(env="POOL_KEY")]
     async with upstream(answer) as up, proxy(up.base, keys=keys, retries=0) as caller:
-        for calls, kind in enumerate(("plain", "stream", "error", "header", "bypass"), 1):
+        for calls, kind in enumerate(("plain", "stream", "cut", "error", "header", "bypass"), 1):
             url = caller.url + ("/v1/any" if kind == "bypass" else CHAT)
-            sent = ask(kind, stream=kind == "stream")
+            sent = ask(kind, stream=kind in ("stream", "cut"))
             async with caller.session.post(url, json=sent, allow_redirects=False) as response:
                 headers, body = response.headers, await response.read()
             assert response.status == {"header": 302, "error": 500}.get(kind, 200)
@@ -3316,6 +3326,40 @@ async def test_every_end_has_its_row_costs_what_the_provider_says_and_gives_the_
     total = sum(row["cost_micros"] for row in joined + stored)
     assert status["spend_usd"] == pytest.approx(total / 1e6)
     assert status["saved_usd"] == pytest.approx(3 * ONE / 1e6)
+
+
+@aio
+async def test_who_joins_or_hits_saves_what_the_answer_had_cost(tmp_path: Path) -> None:
+    listed, path, go = tmp_path / "prices.json", tmp_path / "l.db", asyncio.Event()
+    entry = {
+        "input_cost_per_token": 1e-06, "output_cost_per_token": 2e-06,
+        "cache_creation_input_token_cost": 1.25e-06,
+        "cache_creation_input_token_cost_above_1hr": 2e-06,
+    }  # fmt: skip
+    listed.write_text(json.dumps({"long": entry}))
+    usage = {"input_tokens": 10, "output_tokens": 5, "cache_creation_input_tokens": 100,
+             "cache_creation": {"ephemeral_1h_input_tokens": 80}}  # fmt: skip
+
+    async def answer(exchange: Exchange) -> None:
+        await go.wait()
+        doc = {"type": "message", "content": [{"type": "text", "text": "hi"}], "usage": usage}
+        await exchange.plain(json.dumps(doc).encode())
+
+    settings = {"state": path, "prices": str(listed)}
+    async with upstream(answer) as up, proxy(up.base, **settings) as caller:
+        body = {**ask("x" * 50), "model": "long"}
+        calls = [asyncio.create_task(caller.fetch(body, "/v1/messages")) for _ in range(2)]
+        await until(lambda: caller.status()["callers"] == 2)
+        go.set()
+        await asyncio.gather(*calls)
+        spaced = json.dumps(body, indent=9).encode()  # the same, in other characters
+        assert await outcome(caller, spaced, "/v1/messages") == "200 hit"
+        await change(caller, price=["long=9/9"])
+        assert await outcome(caller, body, "/v1/messages") == "200 hit"
+    rows = [(row["fate"], row["cost_micros"], row["saved_micros"]) for row in rows_of(path)]
+    cost = 10 + 20 * 1.25 + 80 * 2 + 10
+    wanted = [("hit", 0, cost), ("hit", 0, cost), ("joined", 0, cost), ("miss", cost, 0)]
+    assert sorted(rows) == wanted
 
 
 @aio
@@ -4703,6 +4747,7 @@ SPOKEN = {
     "content": [{"type": "text", "text": "hi"}],
     "usage": {"output_tokens": 3},
 }
+OUTPUT = [{"type": "message", "content": [{"type": "output_text", "text": "hi"}]}]
 WORTH: dict[str, tuple[Any, dict[str, Any], bool]] = {  # an answer, what was asked, is it kept?
     "good": (choice(), {}, True), "a tool": (choice(None, "tool_calls", tool_calls=[CALL]), {}, True),
     "cut as asked": (choice(finish="length"), {"max_tokens": 3}, True),
@@ -4713,9 +4758,11 @@ WORTH: dict[str, tuple[Any, dict[str, Any], bool]] = {  # an answer, what was as
     "paused": ({**SPOKEN, "stop_reason": "pause_turn"}, {}, False),
     "refused": ({**SPOKEN, "stop_reason": "refusal"}, {}, False),
     "spoken": ({**SPOKEN, "stop_reason": "end_turn"}, {}, True),
-    "cancelled": ({"object": "response", "status": "cancelled", "output": []}, {}, False),
-    "a ticket": ({"object": "response", "status": "queued", "output": []}, {"background": True}, False),
-    "nothing": (b"", {}, False), "a page": (b"<html>busy</html>", {}, False),
+    **{
+        status: ({"object": "response", "status": status, "output": OUTPUT}, {}, status == "completed")
+        for status in ("completed", "incomplete", "failed", "cancelled", "queued", "in_progress")
+    },
+    "nothing": ("", {}, False), "no choices": ({"choices": [], "usage": USAGE}, {}, False), "a page": (b"<html>busy</html>", {}, False),
     "a vector": ({"data": [{"embedding": [0.1]}]}, {}, True),
     "thoughts, streamed": ([event({"choices": [{"delta": {"reasoning_content": "hm"}}]}), STREAM[2]], {}, False),
     "words, streamed": (STREAM, {}, True),
@@ -4731,6 +4778,8 @@ async def test_only_an_answer_that_is_whole_and_good_is_kept() -> None:
             await exchange.stream([*said, DONE])
         elif isinstance(said, bytes):
             await exchange.plain(said, kind="text/html")
+        elif said == "":
+            await exchange.plain(b"")
         else:
             await exchange.plain(json.dumps(said).encode())
 
@@ -4885,12 +4934,13 @@ async def test_a_standstill_of_ours_is_nobodys_failure(monkeypatch: Patch) -> No
 
 @aio
 async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
-    monkeypatch: Patch,
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     for name, value in (("LOOK_S", 0.02), ("SILENT_LOOK_S", 0.05), ("HEALTH_LIMIT_S", 0.1)):
         monkeypatch.setattr(llmproxy, name, value)
     monkeypatch.setattr(llmproxy, "FIRST_BYTE_S", 4.0)
     monkeypatch.setattr(llmproxy, "TOKEN_S_UNLEARNED", 0.0)
+    monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)
 
     async def answer(exchange: Exchange) -> None:
         if exchange.method == "GET":  # one that knows neither question, and says so
@@ -4905,8 +4955,9 @@ async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
             )
         await exchange.gone.wait()
 
-    rules, asked = [ModelRule("literal", timeout=0.3)], list[str]()
-    async with upstream(answer) as up, proxy(up.base, timeout=0.4, models=rules) as caller:
+    asked = list[str]()
+    more = {"models": [ModelRule("literal", timeout=0.3)], "state": tmp_path / "l.db"}
+    async with upstream(answer) as up, proxy(up.base, timeout=0.4, **more) as caller:
         up.health = 404
         caller.gateway.settings.given.pop("timeout")  # as the default: not set by hand
         began_at = time.monotonic()
@@ -4924,6 +4975,13 @@ async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
         assert up.calls - len(asked) == 5 and set(asked) == {"/v1/models"}
         up.is_mute, began_at = True, time.monotonic()  # it takes connections and says nothing
         assert (await took(ask("hung")))[0] == 504 and time.monotonic() - began_at < 2.5
+        assert (await took(ask("hung", stream=True)))[0] == 504
+        await asyncio.sleep(0.1)  # looks go by, and do not make it well
+        assert first(caller)["state"] == "unhealthy"
+        up.is_mute = False
+        assert (await took(ask("well")))[0] == 200 and first(caller)["state"] == "up"
+    rows = rows_of(tmp_path / "l.db")
+    assert [row["attempts"] for row in rows] == [1, 1, 1, 1, 1, 1, 3, 1]
 
 
 @aio
@@ -4963,15 +5021,22 @@ async def test_a_job_in_the_background_is_found_again_and_paid_once() -> None:
     async with upstream(answer) as cloud, upstream() as local:
         rules = [UpstreamRule("local", local.base, ["llm*"]), UpstreamRule("cloud", cloud.base)]
         more: dict[str, Any] = {"upstreams": rules, "price": ["*=1/2"], "budget": 1.0}
-        async with proxy(**more) as caller:
+        clients = [client_rule("alice"), client_rule("bob")]
+        async with proxy(**more, clients=clients) as caller:
+            caller.session.headers.update(ALICE)
             work = {"model": "gpt-x", "input": "hi", "background": True}
             for _ in range(2):  # a ticket is not kept
                 assert await outcome(caller, work, "/v1/responses") == "200 miss"
             assert caller.status()["spend_usd"] == 0
             place = f"{caller.url}/v1/responses/resp_1"
-            for state in ("in_progress", "completed", "completed"):  # noqa: B007
-                async with caller.session.get(place) as response:
+            for state, who, spent in (
+                ("in_progress", ALICE, 0), ("completed", BOB, 0),  # it is none of his
+                ("completed", ALICE, 200e-6), ("completed", ALICE, 200e-6),
+            ):  # fmt: skip
+                async with caller.session.get(place, headers=who) as response:
                     assert response.status == 200
+                await caller.at_rest()
+                assert caller.status()["spend_usd"] == spent, (state, who)
             await until(lambda: caller.status()["spend_usd"])
             assert (
                 caller.status()["spend_usd"] == caller.status()["budgets"][0]["spent_usd"] == 200e-6
@@ -4982,7 +5047,9 @@ async def test_a_job_in_the_background_is_found_again_and_paid_once() -> None:
                 assert response.status == 200
             async with caller.session.delete(place) as response:
                 assert response.status == 200
-            assert (cloud.calls, local.calls) == (8, 0)
+            assert (cloud.calls, local.calls) == (9, 0)
+            paths = {circuit.key[2] for circuit in caller.gateway.circuits.values()}
+            assert paths == {"/v1/responses"}  # what is free opens and fills nothing
             assert caller.status()["spend_usd"] == 200e-6
 
 
@@ -5074,8 +5141,8 @@ async def test_what_a_call_can_cost_is_never_guessed_too_low() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": floats}}}
     async with upstream(answer) as up, proxy(up.base, price=["*=1/0"], budget=10) as caller:
         for number, (body, least) in enumerate((
-            (ask("a," * 100_000), 50_000), (ask("QUJD" * 50_000), 50_000),
-            (ask("x", tools=[tool]), 40_000),
+            (ask("a," * 100_000), 90_000), (ask("QUJD" * 50_000), 90_000),
+            (ask("x", tools=[tool]), 180_000),
         )):  # fmt: skip
             call = asyncio.create_task(caller.fetch({**body, "user": str(number)}))
             await until(lambda: caller.gateway.in_flight)
@@ -6129,6 +6196,8 @@ def test_check_says_what_the_file_means(tmp_path: Path) -> None:
     assert "would proxy http://127.0.0.1:9000 on http://127.0.0.1:4000" in out
     assert "upstream_key command pass: tpm = 9" in out and f"({file}:1: upstream)" in out
     assert "model gpt-*: retry = never" in out
+    file.write_text('host = "0.0.0.0"\n')  # the start would refuse it
+    assert "whoever reaches it" in cli("check", "--config", str(file), code=2)
 
 
 @aio
