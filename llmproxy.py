@@ -88,7 +88,6 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, cast
 
@@ -233,11 +232,7 @@ def struck_text(text: str) -> str:
 
 
 # Models, paths and clients are the same in nearly every call.
-_struck_again = functools.lru_cache(4096)(struck_text)
-
-
-def struck(text: str) -> str:
-    return _struck_again(text) if text else text
+struck = functools.lru_cache(4096)(struck_text)
 
 
 @functools.lru_cache(4096)
@@ -313,6 +308,7 @@ parse_share = _number({"": 1.0}, "a share above 0 and at most 1", lambda value: 
 parse_size = _number(_BYTES, "a size, like 64MiB", make=int)
 parse_count = _matching(r"\s*0*[1-9]\d{0,14}\s*", "a whole number above 0", int)
 parse_count_or_zero = _matching(r"\s*\d{1,15}\s*", "a whole number", int)
+parse_port = _number({"": 1.0}, "a whole number up to 65535", range(65536).__contains__, int)
 parse_host = _matching(r"[\w.:%-]{1,253}", "a host or address")
 parse_header = _matching(r"[\w-]{1,64}", "a header's name")
 parse_name = _matching(r"[\w.-]{1,64}", "a name of letters, digits, - _ and .")
@@ -326,11 +322,6 @@ parse_price = _matching(
     rf"{_USD}/{_USD}(/{_USD}(/{_USD})?)?",
     "IN/OUT[/CACHED_IN[/CACHED_WRITE]] in USD per million tokens, like 2.5/10/1.25",
 )
-
-
-def parse_port(text: str) -> int:
-    value: int = parse_count_or_zero(text)
-    return value if value < 65536 else _refuse("a port from 0 to 65535")
 
 
 def parse_model_price(text: str) -> str:
@@ -450,9 +441,6 @@ class UpstreamRule:
     tpm: int | None = setting(None, parse_count, "tokens", "likewise")
     keys: list[KeyRule] = field(default_factory=list)
 
-    def serves(self, model: str) -> bool:
-        return matches(self.models, model)
-
 
 @dataclass
 class ClientRule:
@@ -470,9 +458,6 @@ class ClientRule:
     budget_month: float | None = setting(None, parse_usd, "USD", "and a month", also=NONE)
     task_budget: int | None = setting(None, parse_count, "tokens", also=NONE, text=
         "of a task whose first call names no x-llmproxy-task-budget")
-
-    def may_use(self, model: str) -> bool:
-        return matches(self.models, model)
 
 
 RETRY_KINDS = ("safe", "cautious", "never")
@@ -591,15 +576,12 @@ class Settings:
             values["admin-key"] = "***"
         return values
 
-    def copy(self) -> Settings:
-        return dataclasses.replace(self, given=dict(self.given))
-
     def changed(self, texts: Mapping[str, Any], where: str) -> Settings:
         """A copy in which live settings are as given, as one would type or write them.
 
         Raises ConfigError: one is unknown, not live or cannot be used.
         """
-        copy = self.copy()
+        copy = dataclasses.replace(self, given=dict(self.given))
         for flag, value in texts.items():
             name = flag.replace("-", "_")
             if name not in SETTINGS:
@@ -614,10 +596,8 @@ class Settings:
         return copy
 
     def rule_of(self, model: str) -> ModelRule:
-        for rule in self.models:
-            if fnmatch.fnmatchcase(model, rule.name):
-                return rule
-        return ModelRule()
+        found = (rule for rule in self.models if fnmatch.fnmatchcase(model, rule.name))
+        return next(found, ModelRule())
 
 
 def fields_of(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
@@ -640,8 +620,6 @@ def writable(name: str, value: Any) -> Any:
     item = SETTINGS[name]
     if value == ([] if item.metadata["many"] else item.default):
         return None
-    if value is None:
-        return shown_value(item, None)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -721,15 +699,9 @@ class _File:
         self.names_upstream = False
 
     def load(self, is_optional: bool) -> None:
+        text = text_of(self._path, is_optional)
         try:
-            if self._path.exists() and not self._path.is_file():
-                raise ConfigError(f"{self._path}: is no file")  # a pipe would hold everybody up
-            text = self._path.read_text("utf-8-sig")
             self._lines, data = text.splitlines() or [""], tomllib.loads(text)
-        except OSError as error:
-            if is_optional and isinstance(error, FileNotFoundError):
-                return
-            raise unreadable(self._path, error) from None
         except (ValueError, RecursionError) as error:
             why = printable(str(error)) or "nested too deeply"
             raise ConfigError(f"{self._path}: not valid TOML: {why}") from None
@@ -737,7 +709,8 @@ class _File:
         for key, value in data.items():
             name = key.replace("-", "_")
             if name in self.TABLES and (name != "upstream" or isinstance(value, dict)):
-                self._load_tables(name, key, value)
+                kept = "keys" if name == "upstream_key" else f"{name}s"
+                setattr(self._settings, kept, self._tables(name, key, value))
             elif name in SETTINGS:
                 self._settings.assign(name, value, self.where(key))
             elif name in GONE:
@@ -746,56 +719,44 @@ class _File:
                 known = [*map(flag_name, SETTINGS), *map(flag_name, self.TABLES)]
                 raise ConfigError(f"{self.where(key)}: {unknown_name(key, known)}")
 
-    def _load_tables(self, name: str, key: str, value: Any) -> None:
-        if name == "upstream_key":
-            self._settings.keys = self._keys(value, key)
-            return
-        if not isinstance(value, dict):
-            raise ConfigError(f'{self.where(key)}: wants tables like [{name}."NAME"]')
-        rules = []
-        for rule_name, table in value.items():
-            where = self.where(f"{key}.{rule_name}")
-            if name != "model":
-                try:
-                    parse_name(rule_name)
-                except ValueError as error:
-                    raise ConfigError(f"{where}: {error}") from None
-            rule = self._rule(self.TABLES[name], f"{key}.{rule_name}", rule_name, table)
-            needed = {"client": "key_sha256", "upstream": "url"}.get(name)
-            if needed and not getattr(rule, needed):
-                raise ConfigError(f"{where}: has no {needed}")
-            rules.append(rule)
-        setattr(self._settings, f"{name}s", rules)
+    def _tables(self, name: str, key: str, value: Any) -> list[Any]:
+        """Tables of a kind, by their names, or one after the other where they have none."""
+        kind, is_named = self.TABLES[name], name != "upstream_key"
+        if not isinstance(value, dict if is_named else list):
+            form = f'[{name}."NAME"]' if is_named else f"[[{key}]]"
+            raise ConfigError(f"{self.where(key)}: wants tables like {form}")
+        items = value.items() if isinstance(value, dict) else zip(itertools.repeat(""), value)
+        return [self._rule(kind, key, nth, *item) for nth, item in enumerate(items)]
 
-    def _rule(self, kind: type[Any], table: str, name: str, value: Any, nth: int = 0) -> Any:
+    def _rule(self, kind: type[Any], key: str, nth: int, name: str, value: Any) -> Any:
         """One table as an object of `kind`."""
+        table, fields = f"{key}.{name}" if name else key, fields_of(kind)
+        here = self.where(table) if name else self.where(table, nth=nth)
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.where(table)}: wants a table like [{table}]")
-        rule, fields = kind(), fields_of(kind)
-        if hasattr(rule, "name"):
-            rule.name = name
-        for key, found in value.items():
-            where, field_name = self.where(key, table, nth), key.replace("-", "_")
+            raise ConfigError(f"{here}: wants a table like [{table}]")
+        rule = kind(name=name) if name else kind()
+        for key_, found in value.items():
+            where, field_name = self.where(key_, table, 0 if name else nth), key_.replace("-", "_")
             if kind is UpstreamRule and field_name == "upstream_key":
-                rule.keys = self._keys(found, f"{table}.{key}")
+                rule.keys = self._tables("upstream_key", f"{table}.{key_}", found)
             elif field_name in fields:
                 is_secret = kind is KeyRule or field_name in ("url", "key_sha256")
                 parsed = parse_setting(fields[field_name].metadata, found, where, is_secret)
                 setattr(rule, field_name, parsed)
             else:
                 known = [*fields, *(["upstream_key"] if kind is UpstreamRule else [])]
-                raise ConfigError(f"{where}: {unknown_name(key, known)}")
+                raise ConfigError(f"{where}: {unknown_name(key_, known)}")
+        needed = {ClientRule: "key_sha256", UpstreamRule: "url"}.get(kind)
+        try:
+            if needed:
+                parse_name(name)
+        except ValueError as error:
+            raise ConfigError(f"{here}: {error}") from None
+        if needed and not getattr(rule, needed):
+            raise ConfigError(f"{here}: has no {needed}")
+        if kind is KeyRule and (rule.env, rule.file, rule.command).count(None) != 2:
+            raise ConfigError(f"{here}: wants exactly one of env, file, command")
         return rule
-
-    def _keys(self, value: Any, table: str) -> list[KeyRule]:
-        if not isinstance(value, list):
-            raise ConfigError(f"{self.where(table)}: wants tables like [[{table}]]")
-        rules = [self._rule(KeyRule, table, "", item, nth) for nth, item in enumerate(value)]
-        for nth, rule in enumerate(rules):
-            if (rule.env, rule.file, rule.command).count(None) != 2:
-                where = self.where(table, nth=nth)
-                raise ConfigError(f"{where}: wants exactly one of env, file, command")
-        return rules
 
     def where(self, key: str, table: str = "", nth: int = 0) -> str:
         """File, line and name of a key, or of a table's nth header."""
@@ -870,12 +831,14 @@ def is_locked(handle: int, waits: bool = False) -> bool:
     return False
 
 
-def text_of(path: Path) -> str:
+def text_of(path: Path, is_optional: bool = True) -> str:
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is no file")  # a pipe would hold everybody up
         return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        return ""
     except (OSError, ValueError) as error:
+        if is_optional and isinstance(error, FileNotFoundError):
+            return ""
         raise unreadable(path, error) from None
 
 
@@ -990,7 +953,6 @@ class LruMap(Generic[V]):
     ) -> None:
         self._make, self._may_go = make, may_go
         self._values: OrderedDict[Any, V] = OrderedDict()
-        self.clear = self._values.clear
 
     def __getitem__(self, key: Any) -> V:
         value = self._values.get(key)
@@ -1154,26 +1116,20 @@ class Attempt:
 
     def give_place(self) -> None:
         """Let the next trial through; this one's outcome still counts."""
-        self.circuit.free(self)
-
-    def ok(self) -> None:
-        self._end(True)
-
-    def failed(self) -> None:
-        self._end(False)
+        if self.circuit.trial is self:
+            self.circuit.trial = None
 
     def alive(self) -> None:
         """A 4xx: no failure; in half-open it proves the upstream alive."""
         self._end(True if self.is_trial else None)
 
-    def neutral(self) -> None:
-        """The caller left, or nothing was learned; a trial gives its place back."""
-        self._end(None)
-
     def _end(self, ok: bool | None) -> None:
         if not self.is_over:
             self.is_over = True
             self.circuit.record(self, ok)
+
+    ok, failed = functools.partialmethod(_end, True), functools.partialmethod(_end, False)
+    neutral = functools.partialmethod(_end, None)  # the caller left, or nothing was learned
 
 
 class Circuit:
@@ -1200,7 +1156,7 @@ class Circuit:
         self._settings, self._clock, self._on_move = settings, clock, on_move
         self._recent: deque[bool] = deque(maxlen=self.WINDOW)
         self._trials: deque[bool] = deque(maxlen=self.TRIALS)
-        self._trial: Attempt | None = None  # holds others up
+        self.trial: Attempt | None = None  # holds others up
         self._trial_at = 0.0
 
     def shown(self) -> dict[str, Any]:
@@ -1224,7 +1180,7 @@ class Circuit:
 
     def check(self) -> None:
         """Raise circuit_open if an attempt would be refused right now."""
-        if self.state is not State.CLOSED and (self.retry_in_s > 0 or self._trial is not None):
+        if self.state is not State.CLOSED and (self.retry_in_s > 0 or self.trial is not None):
             raise self.error()
 
     def admit(self) -> Attempt:
@@ -1232,7 +1188,7 @@ class Circuit:
         self.check()
         attempt = Attempt(self, self.epoch, self.state is not State.CLOSED)
         if attempt.is_trial:
-            self.state, self._trial = State.HALF_OPEN, attempt
+            self.state, self.trial = State.HALF_OPEN, attempt
         return attempt
 
     def health(self, is_alive: bool) -> None:
@@ -1241,17 +1197,9 @@ class Circuit:
             self._trial_at = self._clock()
         self.is_sick = self.state is not State.CLOSED and not is_alive
 
-    async def opens_within(self, wait_s: float) -> bool:
-        """Wait so long before a further attempt; True, and at once, where the circuit opens."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                return await self.opened.wait()
-        return False
-
     def close(self) -> None:
         """The operator knows that it is well again."""
-        if self.state is not State.CLOSED:
-            self._change(State.CLOSED)
+        self._change(State.CLOSED)
 
     def timeout_s(self) -> float:
         """Twice the learned p99, in 1..30 s; more only where one of the last 100 needed more."""
@@ -1259,13 +1207,8 @@ class Circuit:
             return 30.0
         return max(min(max(2 * percentile(self.attempt_s, 0.99), 1.0), 30.0), *self.attempt_s)
 
-    def free(self, attempt: Attempt) -> None:
-        """A trial holds nobody up any more."""
-        if self._trial is attempt:
-            self._trial = None
-
     def record(self, attempt: Attempt, ok: bool | None) -> None:
-        self.free(attempt)
+        attempt.give_place()
         if attempt.epoch != self.epoch or ok is None:
             return
         cooldown_s = self._settings.breaker_cooldown
@@ -1283,7 +1226,7 @@ class Circuit:
             self._change(State.OPEN, cooldown_s)
 
     def _change(self, state: State, cooldown_s: float = 0.0) -> None:
-        self.state, self.in_row, self.is_sick, self._trial = state, 0, False, None
+        self.state, self.in_row, self.is_sick, self.trial = state, 0, False, None
         self.epoch += 1
         self._trial_at = self._clock() + cooldown_s
         if state is State.OPEN:
@@ -1407,9 +1350,6 @@ class Key:
         self.pauses: dict[str | None, Pause] = {}  # by model; None: for all models
         self._clock = clock
 
-    def __repr__(self) -> str:  # without the secret
-        return f"<Key {self.name}>"
-
     def shown(self) -> dict[str, Any]:
         now, state = self._clock(), "ok"
         pauses = [(p.until - now, p.reason, m) for m, p in self.pauses.items() if p.until > now]
@@ -1440,12 +1380,6 @@ class Key:
         return (self.rpm is None or self.rpm.fits(1)) and (
             self.tpm is None or self.tpm.fits(tokens)
         )
-
-    def refusal(self, model: str) -> str | None:
-        """401 or 403, where that is why the key is not used."""
-        now = self._clock()
-        found = [p.reason for p in self.active(model) if p.until > now]
-        return next((reason for reason in found if reason in ("401", "403")), None)
 
 
 @dataclass(slots=True)
@@ -1756,11 +1690,15 @@ class Gate:
 
     def refusal(self, demand: Demand) -> ProxyError | None:
         """The error where every key of the pool has been refused by the upstream."""
-        said = [key.refusal(demand.model) for key in self.pool]
-        if not said or None in said:
+        model, now = demand.model, self._clock()
+        said = [
+            [p.reason for p in key.active(model) if p.until > now and p.reason in ("401", "403")]
+            for key in self.pool
+        ]
+        if not said or [] in said:
             return None
-        again_s = min(key.free_at(demand.model) for key in self.pool) - self._clock()
-        why = f"no key is left: the upstream answered {said[0]} to [[upstream_key]] "
+        again_s = min(key.free_at(model) for key in self.pool) - now
+        why = f"no key is left: the upstream answered {said[0][0]} to [[upstream_key]] "
         why += self.pool[0].name + (f" and {len(said) - 1} more" if len(said) > 1 else "")
         return ProxyError("upstream_key_refused", why, retry_after_s=again_s)
 
@@ -1833,12 +1771,8 @@ class Gate:
             return (None, True) if own.pauses and own.free_at(demand.model) else (own, False)
         free = [key for key in self.pool if not key.free_at(demand.model)]
         fitting = [key for key in free if key.fits(demand.tokens)]
-
-        def rank(key: Key) -> tuple[bool, tuple[int, float, int]]:
-            # A key whose whole bucket is too small comes last.
-            return key.tpm is not None and demand.tokens > key.tpm.limit, key.load
-
-        return min(fitting, key=rank, default=None), not free
+        small = {k for k in fitting if k.tpm is not None and demand.tokens > k.tpm.limit}  # last
+        return min(fitting, key=lambda key: (key in small, key.load), default=None), not free
 
     def _grant(self, demand: Demand, key: Key) -> Permit:
         permit = Permit(self, demand, min(demand.weight, self.capacity), key, self._clock())
@@ -1932,10 +1866,6 @@ class Gate:
             return
         place = self._queue.index(waiter)
         why = f"waited {timeout_s:.0f} s for a turn (--queue-timeout); {place} are ahead"
-        if self.is_paused:
-            why += "; the operator has paused it"
-        elif self._limited_total() - waiter.limited_s > timeout_s / 2:
-            why += "; rpm, tpm or a pause that the upstream asked for holds the queue up"
         wait_s = self._promise(waiter.demand, place)
         self._fail(waiter, ProxyError("queue_timeout", why, retry_after_s=wait_s))
         self.dispatch()
@@ -2028,7 +1958,7 @@ class Learned:
     def __init__(self) -> None:
         self.token_s = TOKEN_S_UNLEARNED
         self._weights, self._variance = list(self.PRIOR), list(self.VARIANCE)
-        self._calls = self._odd = 0  # reports, and in a row those that were not believed
+        self.calls = self._odd = 0  # reports, and in a row those that were not believed
         self._is_taught = False  # until then: characters / 3
         self._outputs: deque[int] = deque(maxlen=100)
         self._output_p95 = OUTPUT_TOKENS_UNLEARNED
@@ -2042,7 +1972,7 @@ class Learned:
 
     def worst_tokens(self, size: TextSize) -> int:
         """More than a prompt will take, for budgets: generous until the model is known."""
-        if self._calls >= 20:
+        if self.calls >= 20:
             return round(1.25 * self.prompt_tokens(size)) + 10
         text = size.chars / 2 + 1.5 * size.wide + 10 * size.strings + 20
         return round(text) + size.tokens + size.blobs * BLOB_TOKENS
@@ -2051,17 +1981,12 @@ class Learned:
         """What a call is likely to write: no more than it asks for nor the 95th percentile."""
         return self._output_p95 if at_most is None else min(self._output_p95, at_most)
 
-    @property
-    def is_curious(self) -> bool:
-        """Whether the last call's text is worth to be measured."""
-        return self._calls <= 100 or self._calls % 8 == 0
-
     def teach(self, output_tokens: int, elapsed_s: float) -> None:
         """A call has reported what it wrote."""
-        self._calls += 1
+        self.calls += 1
         if output_tokens > 0:
             self._outputs.append(output_tokens)
-            if len(self._outputs) >= 20 and self._calls % 10 == 0:
+            if len(self._outputs) >= 20 and self.calls % 10 == 0:
                 self._output_p95 = int(percentile(self._outputs, 0.95))
             if output_tokens >= 10:  # shorter ones measure the prompt, not the speed
                 self.token_s += 0.2 * (elapsed_s / output_tokens - self.token_s)
@@ -2100,10 +2025,9 @@ class Client:
 
     def limit(self, rule: ClientRule) -> None:
         """Take another rule; what was counted stays."""
-        old, self.rule = self.rule, rule
-        if (old.rpm, old.tpm) != (rule.rpm, rule.tpm):
-            self.rpm = rebucket(self.rpm, rule.rpm, self._clock)
-            self.tpm = rebucket(self.tpm, rule.tpm, self._clock)
+        self.rule = rule
+        self.rpm = rebucket(self.rpm, rule.rpm, self._clock)
+        self.tpm = rebucket(self.tpm, rule.tpm, self._clock)
 
     def shown(self) -> dict[str, Any]:
         limits = {"rpm": shown_bucket(self.rpm), "tpm": shown_bucket(self.tpm)}
@@ -2372,31 +2296,17 @@ class Headers:
         return block
 
 
-@functools.lru_cache(256)
-def request_headers(raw: RawHeaders) -> Headers:
-    """A client sends nearly the same headers with each of its calls."""
-    return Headers(raw, NOT_SENT_UPSTREAM)
-
-
+request_headers = functools.lru_cache(256)(Headers)  # a client sends the same with each call
 _FRAMING = HOP_BY_HOP | {"content-length"}
-STREAMS = ("text/event-stream",)
 
 
 class Head:
     """Status line and headers of an answer; framing and hop-by-hop headers already gone."""
 
-    __slots__ = ("block", "is_stream", "kind", "low", "reason", "status")
-
     def __init__(self, status: int, reason: str, block: bytes, low: Mapping[str, str]) -> None:
         self.status, self.reason, self.block, self.low = status, reason, block, low
         self.kind = low.get("content-type", "").partition(";")[0].strip().lower()
-        self.is_stream = self.kind in STREAMS
-
-    @classmethod
-    def of(cls, message: Any) -> Head:
-        """That of what aiohttp has parsed."""
-        headers = Headers(message.raw_headers, _FRAMING)
-        return cls(message.code, message.reason or "", headers.block(), headers.low)
+        self.is_stream = self.kind == "text/event-stream"
 
     @property
     def is_coded(self) -> bool:
@@ -2421,8 +2331,8 @@ class Head:
             block = re.sub(rb"^%b:.*\r\n" % name, b"", block, flags=re.IGNORECASE | re.MULTILINE)
         if kind:
             more, low["content-type"] = more + b"Content-Type: %b\r\n" % kind.encode(), kind
-        known = status in HTTPStatus._value2member_map_
-        reason = HTTPStatus(status).phrase if status != self.status and known else self.reason
+        known = {} if status == self.status else http.client.responses
+        reason = known.get(status, self.reason)
         return Head(status, reason, block + more, low)
 
 
@@ -2531,7 +2441,7 @@ def with_fields(body: bytes, doc: Mapping[str, Any], fields: Mapping[str, Any]) 
 def usage_options(doc: Mapping[str, Any]) -> dict[str, Any] | None:
     """The stream_options that ask for usage; None where those there are no object."""
     options = doc.get("stream_options") or {}
-    is_known = options == {} or isinstance(options, dict)
+    is_known = isinstance(options, dict)
     return {"stream_options": {**options, "include_usage": True}} if is_known else None
 
 
@@ -2605,10 +2515,7 @@ def first_event(data: bytes) -> bytes | None:
 
 def is_event(data: bytes) -> bool:
     """Whether an event without its blank line is whole."""
-    with contextlib.suppress(ValueError, RecursionError):
-        is_done = bool(_DONE.search(data))
-        return is_done or bool(data and json.loads(event_data(data)) is not None)
-    return False
+    return bool(_DONE.search(data)) or json_at(event_data(data)) is not None
 
 
 def last_event_end(data: bytes) -> int:
@@ -2704,33 +2611,22 @@ class Events:
     def __init__(self, takes_usage: bool) -> None:
         self._takes_usage = takes_usage
         self.taken = b""
-        self._held: list[bytes] = []
-        self._held_bytes = 0
-        self._seam = b""  # the last bytes of what is held
+        self._held = bytearray()
 
     def feed(self, chunk: bytes) -> bytes:
-        if self._held or chunk[-2:] != b"\n\n":
-            chunk = self._whole(chunk)
-        return self._take(chunk)
-
-    def _whole(self, chunk: bytes) -> bytes:
-        """The whole events of what is held and a chunk; the rest is held."""
-        seam = self._seam  # an end may lie across chunks
-        end = last_event_end(seam + chunk)
-        self._seam = (seam + chunk)[-3:]
-        if not end and self._held_bytes + len(chunk) <= SLICE_BYTES:
-            self._held.append(chunk)
-            self._held_bytes += len(chunk)
+        if not self._held and chunk[-2:] == b"\n\n":
+            return self._take(chunk)
+        seam = max(0, len(self._held) - 3)  # an end may lie across chunks
+        self._held += chunk
+        end = last_event_end(bytes(self._held[seam:]))
+        if not end and len(self._held) <= SLICE_BYTES:
             return b""
-        data = b"".join([*self._held, chunk])
-        cut = len(data) - len(chunk) - len(seam) + end if end else len(data)
-        self._held, self._held_bytes = [data[cut:]] * (cut < len(data)), len(data) - cut
-        self._seam = data[cut:][-3:]
-        return data[:cut]
+        return self.rest(seam + end if end else None)
 
-    def rest(self) -> bytes:
-        """What a stream that ended without a blank line still had to say."""
-        data, self._held, self._held_bytes = b"".join(self._held), [], 0
+    def rest(self, end: int | None = None) -> bytes:
+        """What is held up to there; at the end of a stream, all that it still had to say."""
+        data = bytes(self._held[:end])
+        del self._held[:end]
         return self._take(data)
 
     def _take(self, data: bytes) -> bytes:
@@ -2751,11 +2647,6 @@ class Events:
 
 # What reading a document raises that is not as it should be.
 ODD_JSON = (ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError)
-
-
-def compact(doc: Any) -> bytes:
-    """JSON as llama.cpp writes it."""
-    return json.dumps(doc, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def read_usage(body: bytes, is_stream: bool) -> Usage | None:
@@ -2835,50 +2726,37 @@ def decoded(body: bytes, head: Head) -> bytes:
 
 def asked_wait_s(low: Mapping[str, str], now_unix: float) -> float | None:
     """Seconds that an upstream asks us to wait (RFC 9110 10.2.3; retry-after-ms is OpenAI's)."""
-    text = low.get("retry-after", "")
-    for number, unit_s in ((low.get("retry-after-ms", ""), 0.001), (text, 1.0)):
-        if re.fullmatch(r"\s*\d{1,12}(\.\d*)?\s*", number, re.ASCII):
-            return float(number) * unit_s
-    with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
-        return max(0.0, parsedate_to_datetime(text).timestamp() - now_unix)
+    for text in (low.get("retry-after-ms", "") + "ms", low.get("retry-after", "")):
+        if (wait_s := parse_reset(text, now_unix)) is not None:
+            return wait_s
     return reset_wait_s(low, now_unix)
-
-
-# OpenAI, OpenRouter, Anthropic: what is left of a limit, and when it is reset.
-_LIMIT_HEADERS = [
-    (pattern.format("remaining"), pattern.format("reset"))
-    for pattern in (
-        "x-ratelimit-{}-requests", "x-ratelimit-{}-tokens", "x-ratelimit-{}",
-        "anthropic-ratelimit-requests-{}", "anthropic-ratelimit-tokens-{}",
-        "anthropic-ratelimit-input-tokens-{}", "anthropic-ratelimit-output-tokens-{}",
-    )
-]  # fmt: skip
 
 
 def reset_wait_s(low: Mapping[str, str], now_unix: float) -> float | None:
     """Seconds until limits are reset of which the upstream says that nothing is left."""
     resets = [
-        parse_reset(low.get(reset, ""), now_unix)
-        for remaining, reset in _LIMIT_HEADERS
-        if low.get(remaining, "").strip("0") == "" and remaining in low
+        parse_reset(low.get(name.replace("remaining", "reset"), ""), now_unix) or 0.0
+        for name, left in low.items()
+        if "ratelimit-" in name and "remaining" in name and not left.strip("0")
     ]
     return max(resets, default=None)
 
 
-def parse_reset(text: str, now_unix: float) -> float:
-    """Seconds of a reset header: `1m2.5s`, plain seconds, a Unix time in s or ms, or RFC 3339."""
+def parse_reset(text: str, now_unix: float) -> float | None:
+    """Seconds of a time to wait: `1m2.5s`, seconds, a Unix time in s or ms, RFC 3339, HTTP's."""
     text = text.strip()
     spans = re.findall(r"(\d+(?:\.\d+)?)(ms|[dhms])", text)
     if spans and "".join(number + unit for number, unit in spans) == text:
         return sum(float(number) * {**_SECONDS, "d": 86400.0}[unit] for number, unit in spans)
-    with contextlib.suppress(ValueError, OverflowError):
+    with contextlib.suppress(ValueError):
         value = float(text)
         value = value / 1000 if value > 1e11 else value
         value = value - now_unix if value > 1e9 else value
         return value if 0 <= value < 1e9 else 0.0
-    with contextlib.suppress(ValueError, OverflowError):
-        return max(0.0, datetime.fromisoformat(text).timestamp() - now_unix)
-    return 0.0
+    for read in (datetime.fromisoformat, parsedate_to_datetime):
+        with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
+            return max(0.0, read(text).timestamp() - now_unix)
+    return None
 
 
 KEY_PARAMETERS = ("key", "api_key", "apikey", "api-key", "access_token", "token")
@@ -2972,27 +2850,10 @@ def error_body(error: ProxyError, dialect: str, trace: str) -> bytes:
     return json.dumps({"error": inner}).encode()
 
 
-def error_event(error: ProxyError, dialect: str, trace: str) -> bytes:
-    """The last event of a stream that broke off, as the official SDKs want it to raise."""
-    name = b"event: error\n" if dialect == "anthropic" else b""
-    return name + b"data: " + error_body(error, dialect, trace) + b"\n\n"
-
-
-def cache_control(text: str) -> dict[str, str]:
-    """The directives of a Cache-Control request header, names in lower case."""
-    parts = (part.partition("=") for part in text.lower().split(","))
-    return {name.strip(): value.strip().strip('"') for name, _, value in parts}
-
-
-_LOOPBACK_ORIGIN = re.compile(
-    r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\]|[a-z0-9-]+\.localhost)(:\d{1,5})?",
-    re.IGNORECASE,
-)
-
-
 def is_allowed_origin(origin: str, allowed: list[str]) -> bool:
-    is_app = origin.startswith(("app://", "tauri://", "vscode-webview://"))
-    return origin in allowed or is_app or bool(_LOOPBACK_ORIGIN.fullmatch(origin))
+    kind, _, host = origin.partition("://")
+    is_local = kind.lower() in ("http", "https") and "/" not in host and is_loopback(host)
+    return origin in allowed or is_local or kind in ("app", "tauri", "vscode-webview")
 
 
 @functools.lru_cache(1024)
@@ -3883,7 +3744,8 @@ class Assembly:
         with contextlib.suppress(*ODD_JSON):
             is_begun = self._form or "object" in self._base  # it happens that it leaves that out
             if is_begun and (made := self._whole()):
-                return 200, compact(made)
+                text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))  # as it writes
+                return 200, text.encode("utf-8", "replace")
         raise ProxyError("upstream_incomplete", "the upstream's stream holds no answer")
 
     def _whole(self) -> Any:
@@ -4576,11 +4438,11 @@ class Upstream:
         return data
 
     def head_of(self, message: Any) -> Head:
-        head = Head.of(message)
+        """That of what aiohttp has parsed."""
+        headers, reason = Headers(message.raw_headers, _FRAMING), message.reason or ""
         for key in self.gate.pool:
-            head.reason = head.reason.replace(key.secret, "***")
-        head.block = self.hide(head.block)
-        return head
+            reason = reason.replace(key.secret, "***")
+        return Head(message.code, reason, self.hide(headers.block()), headers.low)
 
     def key_line(self, key: Key | None, dialect: str) -> bytes:
         """The header that carries a key of ours; nothing where there is no pool of them."""
@@ -4823,14 +4685,15 @@ class Request:
         self.raw_path = raw_path
         self.path = raw_path.partition("?")[0]  # without the query, still encoded: safe to log
         path = urllib.parse.unquote(self.path) if "%" in self.path else self.path
-        self.headers = request_headers(message.raw_headers)
+        self.headers = request_headers(message.raw_headers, NOT_SENT_UPSTREAM)
         low = self.low = self.headers.low
         self.host, self.origin = authority or low.get("host", "localhost"), low.get("origin")
         self.is_admin = path.startswith(ADMIN)
         self.route, self.name = find_route(self.method, path)
         self.dialect = self.route.dialect if self.route is not None else (
             "anthropic" if "anthropic-version" in low else "openai")  # fmt: skip
-        self.directives = cache_control(low["cache-control"]) if "cache-control" in low else {}
+        parts = (part.partition("=") for part in low.get("cache-control", "").lower().split(","))
+        self.directives = {name.strip(): value.strip().strip('"') for name, _, value in parts}
         self.has_new_trace, trace = False, low.get("x-request-id", "")
         if not (trace and _TRACE.fullmatch(trace)):
             found = _TRACEPARENT.fullmatch(low.get("traceparent", ""))
@@ -4871,7 +4734,7 @@ class Request:
 
     def check_model(self, model: str) -> None:
         """Raise model_not_allowed where the caller's client may not use it."""
-        if self.client is not None and not self.client.rule.may_use(model):
+        if self.client is not None and not matches(self.client.rule.models, model):
             known = f"the model {printable(model)}" if model else "a route whose model is unknown"
             why = f"client {self.client.rule.name} may not use {known}"
             raise ProxyError("model_not_allowed", why)
@@ -5335,11 +5198,6 @@ class Connection(web.RequestHandler):
 
 class Reply:
     """One answer to a caller: exactly the head that it is given, nothing invented."""
-
-    __slots__ = (
-        "conn", "is_begun", "is_bodiless", "is_chunked", "is_closing", "is_head", "is_over",
-        "is_stream", "version",
-    )  # fmt: skip
 
     def __init__(self, conn: Connection, message: Any) -> None:
         self.conn = conn
@@ -5998,10 +5856,10 @@ class Answers:
             tail = flight.chunks[-1][-4:] if flight.chunks else b""
             gap = b"" if not tail or tail.endswith(_EVENT_ENDS) else b"\n\n"
         error = error or internal()
-        record.code, event = error.code, error_event(error, request.dialect, request.trace)
-        if said:  # words that the SDKs know
-            event = (b"event: error\n" if request.dialect == "anthropic" else b"") + said
-        reply._send(reply.frame(gap + event))
+        record.code = error.code
+        said = said or b"data: " + error_body(error, request.dialect, request.trace) + b"\n\n"
+        name = b"event: error\n" if request.dialect == "anthropic" else b""
+        reply._send(reply.frame(gap + name + said))
         reply.end()
 
     async def serve(
@@ -7390,7 +7248,7 @@ class Gateway:
                 record.usage = lease.settle(usage)
                 if not usage.is_estimated and request.doc:
                     learned.teach(usage.completion, self.clock() - lease.sent_at)
-                    if learned.is_curious:
+                    if learned.calls <= 100 or learned.calls % 8 == 0:  # it takes time
                         learned.teach_prompt(request.size, usage.prompt)
             if (llama := lease.target.upstream.llama).is_known:
                 llama.speeds.add(plain[-SLICE_BYTES:])
@@ -7499,8 +7357,10 @@ class Gateway:
         if not (is_queued and (is_held_back or failure.is_key_refused)):
             wait_s = BACKOFF_S * 2 ** (lease.attempts - 1) * random.uniform(1, 2)
             wait_s = max(wait_s, asked_s + random.uniform(0, BACKOFF_S) if asked_s else 0.0)
-            if await circuit.opens_within(wait_s):
-                raise circuit.error()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await circuit.opened.wait()
+                    raise circuit.error()
         if is_queued:
             chances = max(1, self.settings.retries - lease.attempts + 1)
             try:
@@ -7550,7 +7410,7 @@ class Gateway:
         request = flight.record.request
 
         def serving(model: str) -> Upstream | None:
-            return next((u for u in self.upstreams if u.rule.serves(model)), None)
+            return next((u for u in self.upstreams if matches(u.rule.models, model)), None)
 
         def target(upstream: Upstream, model: str, name: str = "") -> Target:
             key = upstream.name, model, request.path
@@ -7662,15 +7522,15 @@ class Gateway:
     async def list_models(self, reply: Reply, record: Record) -> None:
         """Those of all upstreams that are alive, each once, in the file's order."""
         record.fate, request, found = "bypass", record.request, dict[str, Any]()
+        allowed = [] if request.client is None else request.client.rule.models
         lists = await asyncio.gather(*(self._models_of(u, request) for u in self.upstreams))
         for upstream, listed in zip(self.upstreams, lists, strict=True):
             rule = upstream.rule
             names = [] if listed is None else [n for n in rule.models if not re.search(r"[*?[]", n)]
             models = [*(listed or ()), *({"id": name, "object": "model"} for name in names)]
             for model in models:
-                name, client = model["id"], request.client
-                if rule.serves(name) and (client is None or client.rule.may_use(name)):
-                    found.setdefault(name, model)
+                if matches(rule.models, model["id"]) and matches(allowed, model["id"]):
+                    found.setdefault(model["id"], model)
         self.answers.document(reply, record, {"object": "list", "data": list(found.values())})
 
     async def _models_of(self, upstream: Upstream, request: Request) -> list[dict[str, Any]] | None:
@@ -9579,7 +9439,7 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> dict
             gateway = (daemon := await stack.enter_async_context(Daemon(settings))).gateway
             bench = Bench(session, daemon.url, gateway.upstreams[0].base, settings.shown())
             bench.counted = lambda: gateway.counters.upstream_calls
-            bench.tune = functools.partial(tune, gateway.control, settings.copy(), speed)
+            bench.tune = functools.partial(tune, gateway.control, Settings(**vars(settings)), speed)
         else:
             remote = _remote(args, args.url)
             status = await remote.status()
