@@ -36,6 +36,7 @@ import csv
 import dataclasses
 import difflib
 import enum
+import fcntl
 import fnmatch
 import functools
 import gc
@@ -57,6 +58,7 @@ import os
 import queue
 import random
 import re
+import resource
 import secrets
 import shlex
 import signal
@@ -67,10 +69,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import tomllib
-import urllib.error
+import tty
 import urllib.parse
 import urllib.request
 import zlib
@@ -590,7 +593,7 @@ class Settings:
             if not meta["live"]:
                 why = "is not live: set it in the file or by flag and restart the daemon"
                 raise ConfigError(f"{where}: {flag_name(name)} {why}")
-            wanted = [] if value is None and meta["many"] else value
+            wanted = [] if meta["many"] and value in (None, ["none"], [""]) else value
             copy.assign(name, wanted, f"{where}: {flag_name(name)}")
             copy.given[name] = where
         return copy
@@ -821,12 +824,10 @@ def only_one(path: Path, waits: bool = True) -> Iterator[None]:
 def is_locked(handle: int, waits: bool = False) -> bool:
     """Take the lock of an open file; True where another process holds it."""
     try:
-        import fcntl
-
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
         return True
-    except (ImportError, OSError):  # a system without such locks
+    except OSError:  # a file system without such locks
         pass
     return False
 
@@ -6752,6 +6753,7 @@ class Gateway:
         self.control, self.admin = Control(self), Admin(self)
         self.jobs: OrderedDict[str, Job] = OrderedDict()  # by the id of a response
         self.is_draining = False
+        self.url, self.mock = "", cast(Any, None)  # where it listens; behind `mock:`
         self.on_call: Callable[[Record], None] = lambda record: None
         self.in_flight = 0  # calls that are with an upstream now
         self.callers: set[Record] = set()  # who wait for an answer
@@ -7691,7 +7693,6 @@ _STYLE = {
     "joined": "green", "hit": "green", "stale": "yellow", "bypass": "dim", "rejected": "red",
     "up": "green", "ok": "green", "unknown": "dim", "loading": "yellow", "restarting": "yellow",
 }  # fmt: skip
-MAX_FLOWS = 5  # clients in the queue that are shown
 _messages: deque[str] = deque(maxlen=3)  # what the log says while the table owns the terminal
 
 
@@ -7783,7 +7784,7 @@ def _past(board: Board, width: int) -> list[Any]:
 
 
 def _tuning(board: Board, status: dict[str, Any], width: int, height: int) -> list[Any]:
-    """The chosen setting between its neighbours, and what is known that helps to set it."""
+    """The chosen setting between its neighbours."""
     around, lines = 0 if height < 30 else 2, [line_of()]
     for place in range(board.chosen - around, board.chosen + around + 1):
         flag, is_chosen = board.flags[place % len(board.flags)], place == board.chosen
@@ -7793,33 +7794,15 @@ def _tuning(board: Board, status: dict[str, Any], width: int, height: int) -> li
         text = f"{board.typed}_" if is_chosen and board.typed is not None else text
         mark = ("> " if is_chosen else "  ", "bold")
         value_text = (text, "reverse" if is_chosen else "")
-        hint = (f"  {_hint(flag, status)}", "dim")
-        lines.append(line_of(mark, (f"{flag:17} ", "dim"), value_text, hint))
+        lines.append(line_of(mark, (f"{flag:17} ", "dim"), value_text))
     lines += [line_of(text, style="dim") for text in board.HELP if board.shows_help]
     note = board.note or ("" if board.shows_help or width < 70 else "? shows the keys")
     return [*lines, line_of(note, style="yellow" if board.note else "dim")]
 
 
-def _hint(flag: str, status: Mapping[str, Any]) -> str:
-    """What was measured and helps to choose a value."""
-    measured = [c for c in status["circuits"] if c["measured"]]
-    if flag == "timeout" and measured:
-        p99_s, suggested = (max(c[name] for c in measured) for name in ("p99_s", "timeout_s"))
-        return f"p99 of the first byte {duration(p99_s * 1000)}, suggests {suggested:g} s"
-    if flag == "concurrency":
-        held = [f"{duration(u['service_s'] * 1000)} a call of late" for u in status["upstreams"]]
-        return f"p95 wait {duration(status['queue_ms']['p95'])}; {', '.join(held)}"
-    if flag == "cache-bytes":
-        return f"{status['kept_answers']} answers, {status['kept_bytes'] / 2**20:.1f} MiB kept"
-    return ""
-
-
 def _numbers(status: dict[str, Any], width: int) -> Table:
     latency, open_circuits = status["latency_ms"], len(status["open_circuits"])
     share_429 = status["upstream_429"] / max(1, status["upstream_calls"])
-    learned = [c["timeout_s"] for c in status["circuits"]] or [30.0]
-    timeout = status["settings"]["timeout"]
-    low, high = (min(learned), max(learned)) if timeout == "auto" else (timeout, timeout)
     limits = [b["limit_usd"] for b in status["budgets"] if b["name"] == "the budget"]
     spend = f"${status['spend_usd']:.2f}" + (f"/{limits[0]:g}" if limits else "")
     cells = [
@@ -7833,7 +7816,6 @@ def _numbers(status: dict[str, Any], width: int) -> Table:
         ("tok in", short(status["tokens_in"])), ("tok out", short(status["tokens_out"])),
         ("tok saved", short(status["tokens_saved"])),
         *((name, duration(latency[name])) for name in ("p50", "p95", "p99")),
-        ("timeout", f"{low:g}s" if low == high else f"{low:g}-{high:g}s"),
     ]  # fmt: skip
     alarms = {"rejected": status["rejected"], "open circ.": open_circuits, "429": share_429}
     texts = [
@@ -7872,9 +7854,6 @@ def _upstreams(status: dict[str, Any]) -> Table:
         add(f"  {budget['name']}, {budget['window']}", limit, f"${left:.2f} left", style)
     if status["ledger"] not in ("ok", "none"):
         add("  ledger", "", status["ledger"])
-    for flow in status["queue"][:MAX_FLOWS]:
-        name, wait_s = f"  queue {flow['client']} {flow['priority']}", max(0.0, flow["wait_s"])
-        add(name, f"{flow['calls']} waiting", f"last in {wait_s:.0f} s", "")
     for circuit in status["open_circuits"]:
         name, wait_s = f"  {circuit['model'] or '-'} {circuit['path']}", circuit["retry_in_s"]
         add(name, f"trial in {wait_s:.0f} s", circuit["state"])
@@ -7926,12 +7905,6 @@ class Operator:
     async def status(self) -> dict[str, Any]:
         return {**self._gateway.status(), "recent": self._gateway.counters.last(50)}
 
-    def moved(self) -> Any:
-        """What differs when there is something new to draw."""
-        gateway = self._gateway
-        ended = gateway.counters.requests - gateway.open_calls
-        return gateway.counters.requests, ended, gateway.in_flight, gateway.queued
-
     async def change(self, flag: str, text: str) -> str:
         done = self._gateway.control.change({flag: text}, "the table")
         return f"{flag} = {done[flag]}"
@@ -7946,44 +7919,37 @@ class Remote(Operator):
     def __init__(self, url: str, admin_key: str | None) -> None:
         self.url, self._admin_key = url, admin_key
 
-    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """One request; blocks, ten seconds at most.
-
-        Raises CannotError: nobody answers there, or the answer is no.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{ADMIN}{path}", data, method=method)
-        if self._admin_key:
-            request.add_header("Authorization", f"Bearer {self._admin_key}")
-        proxies = urllib.request.ProxyHandler({} if is_loopback(request.host) else None)
+    async def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """One request. Raises CannotError: nobody answers there, or the answer is no."""
+        headers = {"Authorization": f"Bearer {self._admin_key}"} if self._admin_key else None
         try:
-            with urllib.request.build_opener(proxies).open(request, timeout=10) as response:
-                doc = json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            why = f"no llmproxy is there, it answered {error.code}"
-            with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
-                if "x-llmproxy-fate" in error.headers:
-                    why = printable(str(json.loads(error.read())["error"]["message"]), 300)
-            raise CannotError(f"{self.url}: {why}") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            why = printable(str(getattr(error, "reason", error)) or type(error).__name__)
+            async with (
+                asyncio.timeout(10),
+                aiohttp.ClientSession(trust_env=True) as session,
+                session.request(
+                    method, f"{self.url}{ADMIN}{path}", json=body, headers=headers
+                ) as response,
+            ):
+                doc = parse_json(await response.read()) or {}
+        except (aiohttp.ClientError, OSError) as error:
+            why = printable(str(error)) or type(error).__name__
             raise CannotError(f"no daemon answers at {self.url} ({why})") from None
-        if not isinstance(doc, dict) or (method == "GET" and "settings" not in doc):
-            raise CannotError(f"{self.url} is no llmproxy of this version")
+        if "x-llmproxy-fate" not in response.headers:
+            raise CannotError(f"{self.url}: no llmproxy is there, it answered {response.status}")
+        if response.status >= 400:
+            why = printable(str(_dict(doc, "error").get("message")), 300)
+            raise CannotError(f"{self.url}: {why}")
         return doc
 
     async def status(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self.ask, "GET", "status?recent=50")
-
-    def moved(self) -> Any:
-        return int(2 * time.monotonic())  # asked twice a second
+        return await self.ask("GET", "status?recent=50")
 
     async def change(self, flag: str, text: str) -> str:
-        doc = await asyncio.to_thread(self.ask, "PATCH", "settings", {flag: text})
+        doc = await self.ask("PATCH", "settings", {flag: text})
         return f"{flag} = {doc['settings'][flag]}"
 
     async def act(self, action: str, **wanted: Any) -> str:
-        return str((await asyncio.to_thread(self.ask, "POST", f"do/{action}", wanted))["done"])
+        return str((await self.ask("POST", f"do/{action}", wanted))["done"])
 
 
 class Board:
@@ -8041,12 +8007,11 @@ class Board:
             )
         elif key == "enter":
             self.typed = ""
-        elif key == "r" and not self._seen["open_circuits"]:
-            self.note = "no circuit is open"
-        elif key == "r":
-            first = self._seen["open_circuits"][0]
-            wanted = {name: first[name] for name in ("upstream", "model", "path")}
+        elif key == "r" and (circuits := self._seen["open_circuits"]):
+            wanted = {name: circuits[0][name] for name in ("upstream", "model", "path")}
             self.work.append(lambda operator: operator.act("close", **wanted))
+        elif key == "r":
+            self.note = "no circuit is open"
         else:
             self.shows_help ^= key == "?"
             self.is_over |= key == "q"
@@ -8120,17 +8085,13 @@ def split_keys(data: str) -> list[str]:
 @contextlib.contextmanager
 def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
     """Give every key to `press` while the body runs; False where there is no keyboard to read."""
-    before: list[Any] | None = None
-    with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):
-        import termios  # not on Windows
-        import tty
-
+    fd, before = -1, list[Any]()
+    with contextlib.suppress(OSError, ValueError, termios.error):
         fd = sys.stdin.fileno()
-        with contextlib.suppress(termios.error):
-            before = termios.tcgetattr(fd)
-            if os.tcgetpgrp(fd) != os.getpgrp():  # in the background reading would stop us
-                before = None
-    if before is None:
+        before = termios.tcgetattr(fd)
+        if os.tcgetpgrp(fd) != os.getpgrp():  # in the background reading would stop us
+            before = []
+    if not before:
         yield False
         return
     loop = asyncio.get_running_loop()
@@ -8160,9 +8121,9 @@ def keyboard(press: Callable[[str], None]) -> Iterator[bool]:
 
 
 async def live_table(
-    operator: Operator, url: str, console: Console, on_quit: Callable[[], None]
+    operator: Operator, url: str, console: Console, on_quit: Callable[[], object]
 ) -> None:
-    """Draw until cancelled: at most 4 times a second, once a second when nothing moves.
+    """Draw until cancelled: 4 times a second, once where nothing goes on, and after every key.
 
     Drawn in a thread, since a terminal that is held (Ctrl-S) blocks whoever writes to it.
     """
@@ -8179,7 +8140,6 @@ async def live_table(
         if board.is_over:
             on_quit()
 
-    drawn: tuple[Any, ...] = ()
     drawing: asyncio.Future[None] | None = None
     screen = Live(console=console, screen=True, auto_refresh=False)
     with keyboard(press) as board.has_keys, screen as live:
@@ -8190,18 +8150,16 @@ async def live_table(
                         board.note = await board.work.popleft()(operator)
                     except (ConfigError, CannotError) as error:
                         board.note = str(error)
-                now = (int(time.monotonic()), operator.moved(), console.size, pressed.is_set())
-                if now != drawn:
-                    pressed.clear()
-                    drawn = (*now[:3], False)
-                    status = await operator.status()
-                    board.see(status, time.monotonic())
-                    view = render(status, url, *console.size, board)
-                    draw = functools.partial(live.update, view, refresh=True)
-                    drawing = asyncio.get_running_loop().run_in_executor(None, draw)
-                    await asyncio.shield(drawing)
+                pressed.clear()
+                status = await operator.status()
+                board.see(status, time.monotonic())
+                view = render(status, url, *console.size, board)
+                draw = functools.partial(live.update, view, refresh=True)
+                drawing = asyncio.get_running_loop().run_in_executor(None, draw)
+                await asyncio.shield(drawing)
                 with contextlib.suppress(TimeoutError):  # wait_for may swallow a cancellation
-                    async with asyncio.timeout(0.25):
+                    is_busy = status["callers"] or status["in_flight"]
+                    async with asyncio.timeout(0.25 if is_busy else 1.0):
                         await pressed.wait()
         finally:  # nothing may be drawn after the screen is given back
             if drawing is not None:
@@ -8213,7 +8171,7 @@ async def live_table(
 ###############################################################################
 # Rule: a provider to try things on. Speaks to whoever asks; shares only Wire and Callers with us.
 
-MODES = ("ok", "503", "500", "429", "hang", "reset", "truncate", "slow", "loading")
+MODES = ("ok", "503", "500", "429", "hang", "reset", "truncate", "slow")
 _MOCK_NUMBERS = ("latency", "rpm", "tpm")
 _TEXT = "This is answer number {} of the mock provider ."
 _MOCK_FACTS: dict[str, dict[str, Any]] = {
@@ -8231,9 +8189,9 @@ class Mock:
 
     def __init__(self, latency_s: float = 0.0) -> None:
         self.latency_s = latency_s
-        self.mode, self.health = "ok", ""  # one of its own for /health; empty follows `mode`
-        self.calls = self.rpm = self.tpm = 0
-        self._spent: deque[tuple[float, int]] = deque()
+        self.mode = "ok"
+        self.calls = 0
+        self.limits: dict[str, Bucket | None] = {"rpm": None, "tpm": None}
 
     async def handle(self, message: Any, payload: Any, reply: Reply) -> None:
         request = Request(message)
@@ -8241,12 +8199,12 @@ class Mock:
         doc = parse_json(body)
         if path == "/_mock":
             if request.method == "POST" and not self._set(doc or {"not": "an object"}):
-                wants = f"wants an object of mode, health, {', '.join(_MOCK_NUMBERS)}, reset"
+                wants = f"wants an object of mode, {', '.join(_MOCK_NUMBERS)}, reset"
                 _say(reply, {"error": f"{wants}; modes: {', '.join(MODES)}"}, 400)
             else:
                 _say(reply, {"calls": self.calls, "mode": self.mode})
         elif path in ("/health", "/v1/health"):
-            await self._answer(reply, self.health or self.mode, {"status": "ok"}, None)
+            await self._answer(reply, {"status": "ok"}, None)
         elif request.method == "GET" and path in _MOCK_FACTS:
             _say(reply, _MOCK_FACTS[path])
         elif request.route is None or doc is None:
@@ -8265,65 +8223,58 @@ class Mock:
             _mock_error(reply, 429, wait_s)
             return
         plain, events = _mock_answer(route, doc, words, prompt_tokens)
-        await self._answer(reply, self.mode, plain, events if doc.get("stream") else None)
+        await self._answer(reply, plain, events if doc.get("stream") else None)
 
     def _set(self, wanted: Mapping[str, Any]) -> bool:
         """Change what is named; False, and nothing, where one of it cannot be."""
         numbers = {name: wanted[name] for name in _MOCK_NUMBERS if name in wanted}
-        modes = {name: wanted[name] for name in ("mode", "health") if name in wanted}
-        are_known = wanted.keys() <= {*numbers, *modes, "reset"}
-        are_modes = all(mode in (*MODES, "") for mode in modes.values())
-        if not are_known or not are_modes or not all(
-            type(n) in (int, float) and 0 <= n < 1e9 for n in numbers.values()
-        ):  # fmt: skip
+        mode = wanted.get("mode", self.mode)
+        are_numbers = all(type(n) in (int, float) and 0 <= n < 1e9 for n in numbers.values())
+        if mode not in MODES or not are_numbers or wanted.keys() - {*numbers, "mode", "reset"}:
             return False
-        self.mode, self.health = modes.get("mode") or self.mode, modes.get("health", self.health)
+        self.mode = mode
         self.latency_s = float(numbers.get("latency", self.latency_s))
-        self.rpm, self.tpm = (int(numbers.get(n, getattr(self, n))) for n in ("rpm", "tpm"))
         if wanted.get("reset"):
-            self.calls = 0
-            self._spent.clear()
+            self.calls, self.limits = 0, {"rpm": None, "tpm": None}
+        for name in self.limits.keys() & numbers.keys():
+            limit = int(numbers[name]) or None
+            self.limits[name] = rebucket(self.limits[name], limit, time.monotonic)
         return True
 
     def _over_limit(self, tokens: int) -> float:
         """Seconds until the limits would let the call in; 0 where they do."""
+        amounts = {"rpm": 1, "tpm": tokens}
+        taken = [(b, amounts[name]) for name, b in self.limits.items() if b is not None]
         now = time.monotonic()
-        while self._spent and self._spent[0][0] <= now - 60:
-            self._spent.popleft()
-        used = sum(spent for _, spent in self._spent)
-        too_many = self.rpm and len(self._spent) >= self.rpm
-        if self._spent and (too_many or (self.tpm and used + tokens > self.tpm)):
-            return self._spent[0][0] + 60 - now
-        self._spent.append((now, tokens))
-        return 0.0
+        wait_s = [b.ready_at(amount) - now for b, amount in taken if not b.fits(amount)]
+        for bucket, amount in taken if not wait_s else ():
+            bucket.spend(0, amount)
+        return max(wait_s, default=0.0)
 
     async def _answer(
-        self, reply: Reply, mode: str, plain: dict[str, Any], events: list[bytes] | None
+        self, reply: Reply, plain: dict[str, Any], events: list[bytes] | None
     ) -> None:
-        """One answer in a mode. A health answer is never late, cut or slow."""
-        is_call, transport = plain != {"status": "ok"}, reply.conn.transport
-        while mode == "hang" and mode == (self.mode if is_call else self.health or self.mode):
+        """One answer in the mode of now. A health answer is never late, cut or slow."""
+        is_call, transport, mode = plain != {"status": "ok"}, reply.conn.transport, self.mode
+        while mode == self.mode == "hang":
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.latency_s if is_call and mode != "hang" else 0)
-        if mode in ("500", "503", "429", "loading"):
-            _mock_error(reply, 503 if mode == "loading" else int(mode), 1, mode)
-        elif mode in ("hang", "reset") or transport is None:
+        if mode.isdecimal():
+            _mock_error(reply, int(mode))
+            return
+        if mode in ("hang", "reset") or transport is None:
             if mode == "reset" and transport is not None:  # close with RST
                 linger = struct.pack("ii", 1, 0)
                 sock = transport.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             reply.abort()
-        elif events:
-            await self._send(reply, "text/event-stream", mode, events)
-        else:
+            return
+        kind, length, parts = "text/event-stream", None, events or []
+        if not events:
             body = json.dumps(plain).encode()
             step = 40 if is_call and mode in ("truncate", "slow") else len(body)
             parts = [body[start : start + step] for start in range(0, len(body), step)]
-            await self._send(reply, "application/json", mode, parts)
-
-    @staticmethod
-    async def _send(reply: Reply, kind: str, mode: str, parts: list[bytes]) -> None:
-        length = sum(map(len, parts)) if kind == "application/json" else None
+            kind, length = "application/json", len(body)
         reply.begin(NO_HEAD.changed(200, kind), b"", length)
         for number, part in enumerate(parts):
             if mode == "truncate" and number > len(parts) // 2:
@@ -8339,10 +8290,8 @@ def _say(reply: Reply, doc: Any, status: int = 200, more: bytes = b"") -> None:
     reply.document(status, json.dumps(doc).encode(), more)
 
 
-def _mock_error(reply: Reply, status: int, wait_s: float = 1.0, mode: str = "") -> None:
+def _mock_error(reply: Reply, status: int, wait_s: float = 1.0) -> None:
     error = {"message": f"mock {status}", "type": "server_error", "code": status}
-    if mode == "loading":  # as llama.cpp says it
-        error = {"message": "Loading model", "type": "unavailable_error", "code": 503}
     more = b"Retry-After: %d\r\n" % max(1, math.ceil(wait_s)) if status == 429 else b""
     _say(reply, {"error": error}, status, more)
 
@@ -8418,10 +8367,7 @@ def _mock_answer(
 
 
 class StderrLog(logging.Handler):
-    """Writes lines from a thread: a stderr that nobody reads holds up no call.
-
-    What does not fit MAX_LINES is dropped, and the number of dropped lines is said.
-    """
+    """Writes lines from a thread: a stderr that nobody reads holds up no call, and loses some."""
 
     MAX_LINES = 10_000
 
@@ -8433,7 +8379,7 @@ class StderrLog(logging.Handler):
             found = os.fstat(2)
             self.is_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
         self._last: tuple[str, float] = "", 0.0
-        self._repeats = self._dropped = 0
+        self._repeats = 0
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_writing = False
         self._thread: threading.Thread | None = None
@@ -8462,9 +8408,7 @@ class StderrLog(logging.Handler):
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="log", daemon=True)
             self._thread.start()
-        if self._lines.qsize() >= self.MAX_LINES:
-            self._dropped += 1
-        else:
+        if self._lines.qsize() < self.MAX_LINES:
             self._lines.put(line)
 
     def flush(self) -> None:
@@ -8477,9 +8421,6 @@ class StderrLog(logging.Handler):
         while True:
             line = self._lines.get()
             self._is_writing = True
-            if self._dropped:
-                line += f"\nllmproxy: {self._dropped} lines were dropped, stderr was too slow"
-                self._dropped = 0
             with contextlib.suppress(OSError, ValueError):  # closed: there is nobody to tell
                 print(line, file=sys.stderr, flush=True)
             self._is_writing = False
@@ -8497,7 +8438,7 @@ def notify(*lines: str) -> None:
             sender.setblocking(False)  # whoever does not listen holds up no call
             sender.connect("\0" + address[1:] if address.startswith("@") else address)
             sender.sendall("\n".join(lines).encode())
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         log.warning("NOTIFY_SOCKET cannot be told: %s", printable(str(error)))
 
 
@@ -8509,89 +8450,75 @@ async def keep_notifying() -> None:
         await asyncio.sleep(every_s)
 
 
-class Daemon:
-    """A gateway that listens. `async with` starts and stops it; raises CannotError on entry."""
+@contextlib.asynccontextmanager
+async def gateway_for(settings: Settings) -> AsyncIterator[Gateway]:
+    """A gateway that listens. Raises CannotError on entry."""
+    rules, mock = settings.upstreams, Mock(latency_s=1.5)
+    async with contextlib.AsyncExitStack() as stack:
+        if "mock:" in ([rule.url for rule in rules] or [settings.upstream]):
+            served = listening(mock.handle, "127.0.0.1", 0)
+            address = await stack.enter_async_context(served)
+            settings.upstream = settings.upstream.replace("mock:", address)
+            for rule in rules:
+                rule.url = rule.url.replace("mock:", address)
+        check_open(settings)
+        for url in map(URL, [rule.url for rule in rules] or [settings.upstream]):
+            is_ours = url.port == settings.port and is_loopback(url.host or "")
+            if is_ours and is_loopback(settings.host):
+                raise ConfigError(f"the upstream {url} is this proxy itself")
+        gateway = Gateway(settings)
+        served = listening(gateway.handle, settings.host, settings.port)
+        gateway.url, gateway.mock = await stack.enter_async_context(served), mock
+        await gateway.start()
+        stack.push_async_callback(gateway.close)
+        yield gateway
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.mock: Mock | None = None
-        self.url = ""
 
-    async def __aenter__(self) -> Daemon:
-        settings, rules = self.settings, self.settings.upstreams
-        async with contextlib.AsyncExitStack() as stack:
-            if "mock:" in ([rule.url for rule in rules] or [settings.upstream]):
-                self.mock = Mock(latency_s=1.5)
-                served = listening(self.mock.handle, "127.0.0.1", 0)
-                address = await stack.enter_async_context(served)
-                settings.upstream = settings.upstream.replace("mock:", address)
-                for rule in rules:
-                    rule.url = rule.url.replace("mock:", address)
-            check_open(settings)
-            for url in map(URL, [rule.url for rule in rules] or [settings.upstream]):
-                is_ours = url.port == settings.port and is_loopback(url.host or "")
-                if is_ours and is_loopback(settings.host):
-                    raise ConfigError(f"the upstream {url} is this proxy itself")
-            self.gateway = Gateway(settings)
-            served = listening(self.gateway.handle, settings.host, settings.port)
-            self.url = await stack.enter_async_context(served)
-            await self.gateway.start()
-            stack.push_async_callback(self.gateway.close)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+def on_signal(act: Callable[[], object]) -> None:
+    """What SIGINT and SIGTERM do from now on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, act)
 
 
 async def run(settings: Settings, console: Console | None) -> int:
     """The daemon's life: start, serve, drain on the first signal, end at once on a second."""
-    signals: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
     raise_file_limit()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signals.put_nowait, number)
+    on_signal(stop.set)
     stderr_log.is_json = settings.log == "json"
-    async with Daemon(settings) as daemon:
-        gateway = daemon.gateway
+    async with gateway_for(settings) as gateway:
 
         def hang_up() -> None:
             if console is not None and not sys.stdout.isatty():  # the terminal has gone
-                signals.put_nowait(signal.SIGTERM)
+                stop.set()
             else:
                 gateway.answers.spawn(reload(gateway.control))
 
-        if hasattr(signal, "SIGHUP"):
-            loop.add_signal_handler(signal.SIGHUP, hang_up)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
         if console is None:
             targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
-            print(f"llmproxy {__version__} on {daemon.url} -> {targets}", flush=True)
+            print(f"llmproxy {__version__} on {gateway.url} -> {targets}", flush=True)
         if not is_loopback(settings.host) and not settings.clients:
             log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
-        notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {daemon.url}")
+        notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {gateway.url}")
         living = asyncio.create_task(keep_notifying())
-        quits = functools.partial(signals.put_nowait, signal.SIGINT)
-        async with showing(gateway, daemon.url, console, quits):
-            await signals.get()
+        async with showing(gateway, gateway.url, console, stop.set):
+            await stop.wait()
             gateway.fold()
             notify("STOPPING=1")
             log.warning("draining: calls in flight finish, new ones get 503; again to end now")
             draining = asyncio.ensure_future(gateway.drain())
-            second = asyncio.ensure_future(signals.get())
-            await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
-            is_second = second.done()
-            for task in (draining, second, living):
-                task.cancel()
-            if is_second or not draining.result():
+            on_signal(draining.cancel)
+            await asyncio.wait([draining])
+            living.cancel()
+            if draining.cancelled() or not draining.result():
                 log.warning("ended with calls in flight")
-        return int(is_second)
+        return int(draining.cancelled())
 
 
 def raise_file_limit() -> None:
     """As many descriptors as the system lets us have: a call takes two."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # no such limit, or no such right
-        import resource
-
+    with contextlib.suppress(OSError, ValueError):  # no such right
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         if soft != resource.RLIM_INFINITY and soft < most:
@@ -8610,10 +8537,10 @@ async def reload(control: Control) -> None:
 
 @contextlib.asynccontextmanager
 async def showing(
-    gateway: Gateway, url: str, console: Console | None, on_quit: Callable[[], None]
+    gateway: Gateway, url: str, console: Console | None, on_quit: Callable[[], object]
 ) -> AsyncIterator[None]:
     """The live table while the body runs, or else one log line a call."""
-    log_calls = functools.partial(log_call, gateway.settings)
+    gateway.on_call = functools.partial(log_call, gateway.settings)
 
     async def show(console: Console) -> None:
         try:
@@ -8621,26 +8548,21 @@ async def showing(
         except Exception as error:  # the log goes on
             stderr_log.is_below = False
             log.error("the live table broke: %s", fault_lines(error))
-            gateway.on_call = log_calls
-        finally:
-            stderr_log.is_below = False
 
-    if console is None:
-        gateway.on_call = log_calls
-        yield
-        return
-    stderr_log.is_below = True
-    task = asyncio.create_task(show(console))
+    stderr_log.is_below = console is not None
+    task = asyncio.create_task(show(console)) if console is not None else None
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        stderr_log.is_below = False
 
 
 def log_call(settings: Settings, record: Record) -> None:
     stderr_log.is_json = settings.log == "json"
-    if settings.log != "off":
+    if settings.log != "off" and not stderr_log.is_below:
         line = record.line(settings.log)
         is_text = stderr_log.is_journal and settings.log == "text"
         stderr_log.put(f"<6>{line[9:]}" if is_text else line)  # the journal has its own clock
@@ -8737,28 +8659,24 @@ class Scene:
         }  # fmt: skip
 
 
+@dataclass
 class Bench:
     """Runs scenarios against a proxy and, side by side, against its upstream."""
 
-    speed, model, has_mock = 1.0, "bench", False
-    headers: Mapping[str, str] = {}
+    _session: aiohttp.ClientSession
+    _remote: Remote
+    sides: dict[str, str]  # URLs of the proxied and the direct one
+    _speed: float
+    _model: str
+    _headers: Mapping[str, str]
+    has_mock = False
+    _nonce = secrets.token_hex(4)  # nothing is answered from an earlier run
 
-    def __init__(
-        self, session: aiohttp.ClientSession, proxy: str, upstream: str, settings: dict[str, Any]
-    ) -> None:
-        self._session, self._settings = session, settings
-        self.sides = {"proxied": proxy, "direct": upstream}
-        self.tune: Callable[[str], Any] = lambda scenario: None  # a proxy of our own, to fit it
-        self.counted: Callable[[], int] = lambda: 0  # upstream calls, as the proxy counts them
-        self._scenes: list[Scene] = []  # of the scenario that runs
-        self._nonce = secrets.token_hex(4)  # nothing is answered from an earlier run
-
-    async def mock(self, **wanted: Any) -> int:
-        """Tell the mock which way it is to behave; returns its count of calls."""
-        if not self.has_mock:
-            return 0
-        async with self._session.post(f"{self.sides['direct']}/_mock", json=wanted) as response:
-            return int((await response.json())["calls"])
+    async def mock(self, **wanted: Any) -> None:
+        """Tell the mock which way it is to behave."""
+        if self.has_mock:
+            async with self._session.post(f"{self.sides['direct']}/_mock", json=wanted):
+                pass
 
     async def meet(self) -> None:
         """Find out whether the upstream is a mock."""
@@ -8766,130 +8684,63 @@ class Bench:
             async with self._session.get(f"{self.sides['direct']}/_mock") as response:
                 self.has_mock = response.status == 200 and "mode" in await response.json()
 
-    async def run_all(self, names: list[str], limit_s: float) -> dict[str, Any]:
-        """All scenarios, with live progress on a terminal; returns the record."""
-        from rich.console import Console
-
-        record: dict[str, Any] = {
-            "version": __version__, "began": datetime.now().astimezone().isoformat("T", "seconds"),
-            "python": sys.version.split()[0], "platform": sys.platform, "cpus": os.cpu_count(),
-            "speed": self.speed, "limit_s": limit_s, "model": self.model, **self.sides,
-            "has_mock": self.has_mock, "settings": self._settings, "scenarios": [],
-        }  # fmt: skip
-
-        async def tell(name: str, status: Any) -> None:
-            while True:
-                done = (f"{s.name} {len(s.times_s)} of {s.made} answered" for s in self._scenes)
-                status.update(f"{name}: {', '.join(done)}")
-                await asyncio.sleep(0.25)
-
-        for name in names:
-            with Console(stderr=True).status(name) as status:
-                teller = asyncio.create_task(tell(name, status))
-                try:
-                    record["scenarios"].append(await self._run(name, limit_s))
-                except asyncio.CancelledError:  # Ctrl-C: what is done is worth showing
-                    print("interrupted; these were done", file=sys.stderr)
-                    break
-                finally:
-                    teller.cancel()
-                    with contextlib.suppress(*QUIET):
-                        await self.mock(mode="ok", latency=0.0, rpm=0)
-        return record
-
     def _scene(self, side: str) -> Scene:
-        scene = Scene(self._session, self.sides[side], side, self.model, self.headers)
-        self._scenes.append(scene)
-        return scene
+        return Scene(self._session, self.sides[side], side, self._model, self._headers)
 
-    async def _run(self, name: str, limit_s: float) -> dict[str, Any]:
-        """One scenario on both sides."""
-        self._scenes = []
-        await self._ready()
-        self._scenes.clear()
-        if name == "overhead":
-            return {"scenario": name, "what": SCENARIOS[name], "sides": await self._overhead()}
-        for side in self.sides:
-            scene, began_at = self._scene(side), time.monotonic()
-            before, counted = await self.mock(mode="ok", rpm=0, reset=True), self.counted()
-            self.tune(name)
+    async def run(self, name: str, limit_s: float) -> dict[str, Any]:
+        """One scenario on both sides: one after the other, or call by call where it is about ms."""
+        scenes = [self._scene(side) for side in self.sides]
+        for turn in [scenes] if name == "overhead" else [[scene] for scene in scenes]:
+            await self.mock(mode="ok", rpm=60 if name == "gate" else 0, reset=True)
+            began_at, before = time.monotonic(), (await self._remote.status())["upstream_calls"]
             try:
                 async with asyncio.timeout(limit_s):
-                    await self._play(name, scene, f"{self._nonce} {name} {side}")
+                    await self._play(name, turn)
+                note = f"{time.monotonic() - began_at:.1f} s"
             except TimeoutError:
-                scene.note = f"stopped after {limit_s:g} s"
-            finally:
-                self.tune("")
-            scene.note = scene.note or f"{time.monotonic() - began_at:.1f} s"
-            reached = self.counted() - counted if side == "proxied" else scene.made
-            told = await self.mock(mode="ok", rpm=0) - before
-            scene.reached = told if self.has_mock else reached
-        sides = [scene.shown() for scene in self._scenes]
+                note = f"stopped after {limit_s:g} s"
+            for scene in turn:
+                after = (await self._remote.status())["upstream_calls"]
+                scene.note = scene.note or note
+                scene.reached = after - before if scene is scenes[0] else scene.made
+        if name == "overhead":
+            medians_ms = [percentile(scene.times_s, 0.5) * 1000 for scene in scenes]
+            for scene, median_ms in zip(scenes, medians_ms, strict=True):
+                scene.note = f"median {median_ms:.2f} ms"
+                scene.note += f", {await self._rate(scene.name):.0f} calls/s" * self.has_mock
+            scenes[0].note += f", {medians_ms[0] - medians_ms[1]:.2f} ms added"
+        await self.mock(mode="ok", latency=0.0, rpm=0)
+        sides = [scene.shown() for scene in scenes]
         return {"scenario": name, "what": SCENARIOS[name], "sides": sides}
 
-    async def _ready(self, limit_s: float = 90.0) -> None:
-        """Wait until the proxy has found out that the provider is well, after a fault."""
-        await self.mock(mode="ok", latency=0.0, rpm=0)
-        probe, until = self._scene("proxied"), time.monotonic() + limit_s
-        while self.has_mock and time.monotonic() < until:
-            if await probe.ask(f"{self._nonce} {time.monotonic()}") == 200:
-                return
-            await asyncio.sleep(0.5)
-
-    async def _play(self, name: str, scene: Scene, tag: str) -> None:
-        speed = self.speed
-        await self.mock(latency=0.05 if name == "gate" else 1.5 / speed)
-        if name == "herd":
+    async def _play(self, name: str, scenes: list[Scene]) -> None:
+        speed, scene, tag = self._speed, scenes[0], f"{self._nonce} {scenes[0].name} {name}"
+        latency_s = {"overhead": 0.0, "gate": 0.05, "herd": 1.5 / speed, "distinct": 1.5 / speed}
+        await self.mock(latency=latency_s.get(name, 0.1))
+        if name == "overhead":
+            for n in range(200 if self.has_mock else 20):
+                for scene in scenes:
+                    await scene.ask(f"{self._nonce} {scene.name} {n}")
+        elif name == "herd":
             await scene.herd([f"{tag}: what is the capital of France?"] * 200)
         elif name in ("distinct", "gate"):
-            if name == "gate":
-                await self.mock(rpm=60)
-                scene.limit_s = 100.0
+            scene.limit_s = 100.0
             await scene.herd(f"{tag}: question {n}?" for n in range(100 if name == "gate" else 20))
         else:
-            await self.mock(latency=0.1)
             times_s = (15 / speed, 60 / speed, max(15 / speed, 6.0))  # health is asked every 2 s
             mode = "503" if name == "outage" else "hang"
             await scene.phases(lambda mode: self.mock(mode=mode), mode, times_s, 0.25 / speed)
 
-    async def _overhead(self) -> list[dict[str, Any]]:
-        """Both sides in turn, call by call: so whatever else the machine does hits both alike."""
-        await self.mock(mode="ok", latency=0.0, reset=True)
-        scenes, shown = [self._scene(side) for side in self.sides], []
-        for n in range(200 if self.has_mock else 20):
-            for scene in scenes:
-                await scene.ask(f"{self._nonce} {scene.name} overhead {n}")
-        medians_ms = [percentile(scene.times_s, 0.5) * 1000 for scene in scenes]
-        for scene, median_ms in zip(scenes, medians_ms, strict=True):
-            row = {**scene.shown(), "reached": scene.made, "note": f"median {median_ms:.2f} ms"}
-            row["calls_per_s"] = rate = await self._rate(scene) if self.has_mock else None
-            row["note"] += f", {rate:.0f} calls/s" if rate else ""
-            shown.append(row)
-        shown[0]["added_ms"] = round(medians_ms[0] - medians_ms[1], 3)
-        shown[0]["note"] += f", {shown[0]['added_ms']:.2f} ms added"
-        return shown
-
-    async def _rate(self, scene: Scene) -> float:
+    async def _rate(self, side: str) -> float:
         """Calls a second of 16 callers who ask one call after another, over 2 s."""
-        until, before = time.monotonic() + 2.0, scene.made
+        scene, until = self._scene(side), time.monotonic() + 2.0
 
         async def caller(number: int) -> None:
-            while time.monotonic() < until:
-                await scene.ask(f"{self._nonce} {scene.name} {number} {scene.made}")
+            while self.has_mock and time.monotonic() < until:
+                await scene.ask(f"{self._nonce} {side} {number} {scene.made}")
 
         await asyncio.gather(*map(caller, range(16)))
-        return round((scene.made - before) / 2.0, 1)
-
-
-def tune(control: Control, given: Settings, speed: float, scenario: str) -> None:
-    """Fit a proxy of our own to a scenario, but for what was set by hand; then as it was."""
-    fitting: dict[str, Any] = {n: getattr(given, n) for n in ("rpm", "queue_timeout", "timeout")}
-    by_hand = {name: value for name, value in fitting.items() if name in given.given}
-    if scenario == "gate":
-        fitting |= {"rpm": 60, "queue_timeout": 90}
-    elif scenario == "hang":  # its silence is shorter too
-        fitting["timeout"] = round(max(1.0, 30.0 / speed), 3)
-    control.change({flag_name(n): v for n, v in {**fitting, **by_hand}.items()}, "bench")
+        return scene.made / 2.0
 
 
 def bench_record(home: Path, name: str) -> dict[str, Any]:
@@ -8931,10 +8782,6 @@ def compare_table(one: Mapping[str, Any], two: Mapping[str, Any]) -> Table:
             ratio = f"{b[key] / a[key]:.2f}" if a[key] else "-"
             name = "" if n else printable(scenario)
             rows.append((name, key, f"{a[key]:g}", f"{b[key]:g}", ratio))
-    before, after = one["settings"], two["settings"]
-    for flag in [f for f in before if before[f] != after.get(f)]:
-        values = (printable(str(settings.get(flag))) for settings in (before, after))
-        rows.append(("settings", printable(flag), *values, ""))
     return table_of(("scenario", "", "A", "B", "B/A"), rows, ("A", "B", "B/A"))
 
 
@@ -8951,29 +8798,31 @@ async def demo(settings: Settings, console: Console | None) -> int:
         log.setLevel(logging.ERROR)
     rows = list[tuple[str, ...]]()
     connector = aiohttp.TCPConnector(limit=0)
-    async with Daemon(settings) as daemon, aiohttp.ClientSession(connector=connector) as session:
-        mock = cast(Mock, daemon.mock)
+    async with (
+        gateway_for(settings) as gateway,
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
+        mock = gateway.mock
 
         async def change(mode: str) -> None:
             mock.mode = mode
 
         async def play(name: str, act: Callable[[Scene], Awaitable[None]]) -> None:
-            scene = Scene(session, daemon.url, name, "demo")
+            scene = Scene(session, gateway.url, name, "demo")
             before, began_at = mock.calls, time.monotonic()
             await act(scene)
             note = scene.note or f"{time.monotonic() - began_at:.1f} s"
             counts = (scene.made, mock.calls - before, scene.outcomes["200"])
             rows.append((name, *map(str, counts), note))
 
-        async with showing(daemon.gateway, daemon.url, console, lambda: None):
+        async with showing(gateway, gateway.url, console, lambda: None):
             same, different = ["What is the capital of France?"] * 200, range(20)
             await play("200 identical calls at once", lambda scene: scene.herd(same))
             await play("the same 200 again", lambda scene: scene.herd(same))
             await play("20 different calls at once", lambda scene: scene.herd(map(str, different)))
             mock.latency_s, outage_s = 0.1, (0.0, 8.0, 3.0)
-            phases = functools.partial(Scene.phases, change=change, mode="503", times_s=outage_s,
-                                       every_s=0.25)  # fmt: skip
-            await play("down for 8 s, 4 calls a second", phases)
+            await play("down for 8 s, 4 calls a second",
+                       lambda scene: scene.phases(change, "503", outage_s, 0.25))  # fmt: skip
     columns = ("scene", "calls made", "reached provider", "answered", "")
     plain_console().print(table_of(columns, rows, columns[1:4]))
     return 0
@@ -8984,13 +8833,7 @@ async def demo(settings: Settings, console: Console | None) -> int:
 ###############################################################################
 # Rule: reads logs of calls and says what a proxy would have done with them; calls nothing.
 
-LINE_BYTES = 32 * 2**20  # of a log; a longer one is no call
 WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0, "24 h": 86400.0, "all": math.inf}
-# What a log says about a call beside what was asked.
-ABOUT_A_CALL = (
-    "time_unix", "timestamp", "created_at", "client", "id", "custom_id", "trace", "url", "path",
-    "answer", "response", "total_ms", "tokens_in", "tokens_out", "tokens_estimated",
-)  # fmt: skip
 
 
 class CallLog:
@@ -9029,8 +8872,6 @@ class CallLog:
             return
         body, answer = doc.get("body") or doc.get("request"), doc.get("answer")
         body = json.loads(body) if isinstance(body, str) else body
-        if not isinstance(body, dict) and ("messages" in doc or "prompt" in doc or "input" in doc):
-            body = {name: value for name, value in doc.items() if name not in ABOUT_A_CALL}
         if not isinstance(body, dict):
             raise ValueError("no call: wants body, request, messages or conversation")
         answer = _dict(doc, "response").get("body", answer)
@@ -9040,12 +8881,8 @@ class CallLog:
         elif "tokens_in" in doc:
             counts = _whole(doc, "tokens_in"), 0, _whole(doc, "tokens_out")
             usage = Usage(*counts, is_estimated=bool(doc.get("tokens_estimated")))
-        elif isinstance(answer, str):
-            is_stream = answer.startswith(("data:", "event:"))
-            usage = read_usage(answer.encode("utf-8", "replace"), is_stream)
         if usage is None:
-            output = len(answer) // 4 if isinstance(answer, str) else 0
-            usage = Usage(round(measure(body).chars / 3), 0, output, is_estimated=True)
+            usage = Usage(round(measure(body).chars / 3), 0, 0, is_estimated=True)
         key = hashlib.blake2b(url.encode("utf-8", "replace") + (canonical(body) or b""))
         at = _instant(doc.get("time_unix", doc.get("timestamp", doc.get("created_at"))))
         total_ms: Any = doc.get("total_ms")
@@ -9179,11 +9016,7 @@ def log_lines(path: str) -> Iterator[bytes]:
                 yield json.dumps(dict(row)).encode()
             return
         plain: Any = gzip.GzipFile(fileobj=file) if begun[:2] == b"\x1f\x8b" else file
-        while line := plain.readline(LINE_BYTES):
-            is_whole = len(line) < LINE_BYTES
-            yield line if is_whole else b"too long"
-            while not is_whole and line and not line.endswith(b"\n"):  # it is passed over
-                line = plain.readline(LINE_BYTES)
+        yield from plain
 
 
 def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
@@ -9247,16 +9080,21 @@ Run = Callable[[argparse.Namespace], int]
 class Command:
     """What a command is called, what it takes, and what it does."""
 
+    name: str
     text: str
-    run: Run
-    args: Args
-    notes: str
-    takes_settings: bool
+    args: Args = ()
+    notes: str = ""
+    takes_settings: bool = False
+    run: Run = field(init=False)
 
-    def parser(self, name: str) -> _Parser:
+    def __call__(self, run: Run) -> Run:
+        self.run, COMMANDS[self.name] = run, self
+        return run
+
+    def parser(self) -> _Parser:
         parser = _Parser(
-            prog=f"llmproxy {name}", description=self.text, epilog=self.notes, allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            prog=f"llmproxy {self.name}", description=self.text, epilog=self.notes,
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         parser.add_argument("--version", action="version", version=f"llmproxy {__version__}")
         for word, options in self.args:
@@ -9301,16 +9139,6 @@ _LEDGER = (
 COMMANDS: dict[str, Command] = {}
 
 
-def command(
-    name: str, text: str, args: Args = (), notes: str = "", takes_settings: bool = False
-) -> Callable[[Run], Run]:
-    def add(run: Run) -> Run:
-        COMMANDS[name] = Command(text, run, args, notes, takes_settings)
-        return run
-
-    return add
-
-
 def _settings_of(args: argparse.Namespace) -> Settings:
     given = {name: getattr(args, f"setting_{name}", None) for name in SETTINGS}
     flags = {name: texts for name, texts in given.items() if texts is not None}
@@ -9324,24 +9152,19 @@ def _parsed(flag: str, parse: Parser, text: str) -> Any:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-@command("serve", "the daemon (what runs without a command)", (), """examples:
+@Command("serve", "the daemon (what runs without a command)", (), """examples:
   llmproxy                                     in front of llama.cpp on port 8080
   llmproxy --concurrency auto --abandon cancel the same, as many calls inside as it has slots
   llmproxy --upstream https://api.openai.com --rpm 500 --tpm 90000
   llmproxy --upstream mock:                    to try things on; nothing is called
 
-signals: INT and TERM drain (calls in flight finish, new ones get 503), a second one ends at once;
-HUP reads the file again. Keys of the live table: ? shows them.
-
-files: $XDG_CONFIG_HOME/llmproxy/config.toml, $XDG_STATE_HOME/llmproxy/llmproxy.db
-environment: LLMPROXY_ and a setting's name in capitals; NO_COLOR; NOTIFY_SOCKET (systemd)
 exit: 0 fine, 1 could not do it, 2 usage or config error""", takes_settings=True)  # fmt: skip
 def _serve_command(args: argparse.Namespace) -> int:
     settings = _settings_of(args)
     return _run_loop(run(settings, _console(settings.live)))
 
 
-@command("mock", "a stand-in provider with fault modes", (
+@Command("mock", "a stand-in provider with fault modes", (
     ("--host", {"default": "127.0.0.1", "help": "listen address (default 127.0.0.1)"}),
     ("--port", {"default": "9001", "help": "listen port; 0 picks one (default 9001)"}),
     ("--latency", {"default": "0", "metavar": "S", "help": "before the first byte (default 0 s)"}),
@@ -9350,7 +9173,7 @@ def _serve_command(args: argparse.Namespace) -> int:
     "  curl localhost:9001/_mock                    calls so far",
     "  curl localhost:9001/_mock -d '{\"mode\": \"503\"}'\n",
     "modes: " + ", ".join(MODES),
-    "also: latency, rpm, tpm, health (a mode of its own), reset")))  # fmt: skip
+    "also: latency, rpm, tpm, reset")))  # fmt: skip
 def _mock(args: argparse.Namespace) -> int:
     mock = Mock(_parsed("--latency", parse_seconds_or_zero, args.latency))
     port = _parsed("--port", parse_port, args.port)
@@ -9358,26 +9181,20 @@ def _mock(args: argparse.Namespace) -> int:
     async def serve() -> int:
         async with listening(mock.handle, args.host, port) as address:
             print(f"mock provider on {address}; GET or POST {address}/_mock", flush=True)
-            await _stopped().wait()
+            stop = asyncio.Event()
+            on_signal(stop.set)
+            await stop.wait()
         return 0
 
     return _run_loop(serve())
 
 
-def _stopped() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
-
-
-@command("demo", "see it work: a scripted load on an embedded provider")
+@Command("demo", "see it work: a scripted load on an embedded provider")
 def _demo(args: argparse.Namespace) -> int:
     return _run_loop(demo(Settings(), _console("auto")))
 
 
-@command("bench", "measure a proxy and its upstream side by side", (
+@Command("bench", "measure a proxy and its upstream side by side", (
     ("url", {"nargs": "?", "metavar": "URL", "help":
         "a running proxy; without one, a proxy with the settings given here runs on a mock"}),
     ("--only", {"action": "append", "choices": list(SCENARIOS), "metavar": "SCENARIO", "help":
@@ -9425,36 +9242,50 @@ def _bench_command(args: argparse.Namespace) -> int:
 
 
 async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> dict[str, Any]:
-    """Run scenarios on a proxy of our own, or on one that runs; returns the record."""
-    settings = _settings_of(args)
-    async with contextlib.AsyncExitStack() as stack:
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        )
-        if args.url is None:
-            if "upstream" not in settings.given:
-                settings.upstream, settings.upstreams, settings.keys = "mock:", [], []
-            settings.clients, settings.port, settings.state = [], 0, "none"
-            log.setLevel(logging.ERROR)  # the faults are on purpose
-            gateway = (daemon := await stack.enter_async_context(Daemon(settings))).gateway
-            bench = Bench(session, daemon.url, gateway.upstreams[0].base, settings.shown())
-            bench.counted = lambda: gateway.counters.upstream_calls
-            bench.tune = functools.partial(tune, gateway.control, Settings(**vars(settings)), speed)
-        else:
-            remote = _remote(args, args.url)
+    """Run scenarios on proxies of our own, or on one that runs; returns the record."""
+    from rich.console import Console
+
+    settings, headers = _settings_of(args), dict[str, str]()
+    if args.key_env is not None:
+        if not (key := os.environ.get(args.key_env)):
+            raise ConfigError(f"--key-env: {printable(args.key_env)} is not set")
+        headers["Authorization"] = f"Bearer {key}"
+    if args.url is None:
+        if "upstream" not in settings.given:
+            settings.upstream, settings.upstreams, settings.keys = "mock:", [], []
+        settings.clients, settings.port, settings.state = [], 0, "none"
+        log.setLevel(logging.ERROR)  # the faults are on purpose
+    fitting: dict[str, dict[str, Any]] = {  # but for what was set by hand
+        "gate": {"rpm": 60, "queue_timeout": 90.0},
+        "hang": {"timeout": round(max(1.0, 30.0 / speed), 3)},  # its silence is shorter too
+    }
+
+    @contextlib.asynccontextmanager
+    async def on(name: str) -> AsyncIterator[tuple[Bench, dict[str, Any]]]:
+        """A proxy for a scenario, and what its status says."""
+        async with contextlib.AsyncExitStack() as stack:
+            connector = aiohttp.TCPConnector(limit=0)
+            session = aiohttp.ClientSession(connector=connector)
+            await stack.enter_async_context(session)
+            if args.url is None:
+                more = {n: v for n, v in fitting.get(name, {}).items() if n not in settings.given}
+                given = {**settings.given, **dict.fromkeys(more, "bench")}
+                made = dataclasses.replace(settings, **more, given=given)
+                gateway = await stack.enter_async_context(gateway_for(made))
+                remote = Remote(gateway.url, settings.admin_key)
+            else:
+                remote = _remote(args, args.url)
             status = await remote.status()
-            bench = Bench(session, remote.url, status["upstreams"][0]["url"], status["settings"])
-            bench.counted = lambda: int(remote.ask("GET", "status")["upstream_calls"])
+            sides = {"proxied": remote.url, "direct": status["upstreams"][0]["url"]}
+            bench = Bench(session, remote, sides, speed, args.model, headers)
+            await bench.meet()
+            yield bench, status
+
+    async with on("") as (bench, status):
         upstream = bench.sides["direct"]
         is_local = is_loopback(URL(upstream).host or "")
         if is_local and not is_loopback(URL(bench.sides["proxied"]).host or ""):
             raise ConfigError(f"bench: {upstream} is on the other machine: run it there")
-        bench.speed, bench.model = speed, args.model
-        await bench.meet()
-        if args.key_env is not None:
-            if not (key := os.environ.get(args.key_env)):
-                raise ConfigError(f"--key-env: {printable(args.key_env)} is not set")
-            bench.headers = {"Authorization": f"Bearer {key}"}
         names = args.only or [n for n in SCENARIOS if bench.has_mock or n not in FAULTS]
         if not bench.has_mock and (faults := [n for n in names if n in FAULTS]):
             why = f"{', '.join(faults)} wants a proxy on `llmproxy mock`, which {upstream} is not"
@@ -9462,10 +9293,20 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> dict
         if not is_local and not args.yes:
             why = "is not this machine, its calls may cost: say --yes"
             raise ConfigError(f"bench: {upstream} {why}")
-        return await bench.run_all(names, limit_s)
+        record: dict[str, Any] = {
+            "version": __version__, "began": datetime.now().astimezone().isoformat("T", "seconds"),
+            "python": sys.version.split()[0], "platform": sys.platform, "cpus": os.cpu_count(),
+            "speed": speed, "limit_s": limit_s, "model": args.model, **bench.sides,
+            "has_mock": bench.has_mock, "settings": status["settings"], "scenarios": [],
+        }  # fmt: skip
+    for name in names:
+        with Console(stderr=True).status(name):
+            async with on(name) as (bench, _):
+                record["scenarios"].append(await bench.run(name, limit_s))
+    return record
 
 
-@command("replay", "what dedup would have saved, from logs of calls", (
+@Command("replay", "what dedup would have saved, from logs of calls", (
     ("file", {"metavar": "FILE", "help":
         "JSONL or JSONL.gz, - for stdin: OpenAI batch input, lists of conversations "
         "(WildChat), bodies with time_unix and client; or a ledger kept with log-bodies"}),
@@ -9493,7 +9334,7 @@ def _replay(args: argparse.Namespace) -> int:
     return 0
 
 
-@command("check", "validate the config file and say what it means", takes_settings=True)
+@Command("check", "validate the config file and say what it means", takes_settings=True)
 def _check(args: argparse.Namespace) -> int:
     settings = _settings_of(args)
     check_open(settings)
@@ -9502,19 +9343,15 @@ def _check(args: argparse.Namespace) -> int:
     print(f"{file}: " + ("fine" if file.exists() else "not there, defaults hold"))
     targets = ", ".join(rule.url for rule in settings.upstreams) or settings.upstream
     print(f"would proxy {targets} on http://{settings.host}:{settings.port}")
-    keys = [*settings.keys, *(key for rule in settings.upstreams for key in rule.keys)]
-    for missing in [key.env for key in keys if key.env and key.env not in os.environ]:
-        print(f"  upstream_key env {printable(missing)} is not set here; serve needs it")
     shown = settings.shown()
     for name, where in settings.given.items():
         print(f"  {flag_name(name)} = {shown[flag_name(name)]}   ({where})")
     for kind in ("upstream", "client", "model"):
         for rule in getattr(settings, f"{kind}s"):
             print(f"  {kind} {rule.name}: {_differing(rule)}")
-            for key in getattr(rule, "keys", ()):
-                print(f"    upstream_key {key.source}: {_differing(key)}")
-    for key in settings.keys:
-        print(f"  upstream_key {key.source}: {_differing(key)}")
+    for key in [*settings.keys, *(key for rule in settings.upstreams for key in rule.keys)]:
+        missing = " (not set here; serve needs it)" * bool(key.env and key.env not in os.environ)
+        print(f"  upstream_key {key.source}: {_differing(key)}{missing}")
     return 0
 
 
@@ -9536,7 +9373,7 @@ def _remote(args: argparse.Namespace, url: str | None) -> Remote:
     )
 
 
-@command("top", "the live table of a daemon that runs elsewhere", (
+@Command("top", "the live table of a daemon that runs elsewhere", (
     ("url", {"nargs": "?", **_URL}), *_REMOTE,
 ), "examples:\n  llmproxy top\n  llmproxy top http://server:4000 --admin-key SECRET")  # fmt: skip
 def _top(args: argparse.Namespace) -> int:
@@ -9546,25 +9383,20 @@ def _top(args: argparse.Namespace) -> int:
 
     async def show() -> int:
         await remote.status()  # before the screen is taken
-        over = _stopped()
-        table = asyncio.create_task(live_table(remote, remote.url, console, over.set))
-        ended = asyncio.create_task(over.wait())
-        await asyncio.wait([table, ended], return_when=asyncio.FIRST_COMPLETED)
-        for task in (table, ended):
-            task.cancel()
-        await asyncio.gather(table, ended, return_exceptions=True)
-        if not table.cancelled() and (error := table.exception()) is not None:
-            raise error
+        stop = cast(asyncio.Task[int], asyncio.current_task()).cancel
+        on_signal(stop)
+        with contextlib.suppress(asyncio.CancelledError):
+            await live_table(remote, remote.url, console, stop)
         return 0
 
     return _run_loop(show())
 
 
-@command("get", "settings of a running daemon", (
+@Command("get", "settings of a running daemon", (
     ("names", {"nargs": "*", "metavar": "SETTING", "help": "none: all"}), ("--url", _URL),
     _AS_JSON, *_REMOTE), "examples:\n  llmproxy get\n  llmproxy get timeout")  # fmt: skip
 def _get(args: argparse.Namespace) -> int:
-    doc = _remote(args, args.url).ask("GET", "settings")
+    doc = _run_loop(_remote(args, args.url).ask("GET", "settings"))
     shown, given = doc["settings"], doc["given"]
     names = [name.replace("_", "-") for name in args.names]
     if unknown := [name for name in names if name not in shown]:
@@ -9579,7 +9411,7 @@ def _get(args: argparse.Namespace) -> int:
     return 0
 
 
-@command("set", "change settings of a running daemon", (
+@Command("set", "change settings of a running daemon", (
     ("changes", {"nargs": "+", "metavar": "SETTING=VALUE", "help":
         "a live setting and its value; of a repeatable one name it several times, or say none"}),
     ("--save", {"action": "store_true", "help": "write them into the file as well"}),
@@ -9592,17 +9424,12 @@ def _set(args: argparse.Namespace) -> int:
     changes: dict[str, Any] = {}
     for change in args.changes:
         flag, equals, value = change.partition("=")
-        name = flag.strip().replace("-", "_")
-        if not equals or name not in SETTINGS:
-            what = unknown_name(flag, map(flag_name, SETTINGS)) if equals else "wants SETTING=VALUE"
-            raise ConfigError(f"set {printable(change)}: {what}")
-        if SETTINGS[name].metadata["many"]:
-            known = changes.setdefault(flag_name(name), [])
-            known += [] if value in ("", "none") else [value]
-        else:
-            changes[flag_name(name)] = value
+        if not equals:
+            raise ConfigError(f"set {printable(change)}: wants SETTING=VALUE")
+        changes.setdefault(flag.strip(), []).append(value)
     Settings().changed(changes, "set")  # what is wrong is said before anybody is asked
-    doc = _remote(args, args.url).ask("PATCH", "settings", {**changes, "save": args.save})
+    work = _remote(args, args.url).ask("PATCH", "settings", {**changes, "save": args.save})
+    doc = _run_loop(work)
     for name, value in doc.get("settings", {}).items():
         print(f"{name} = {', '.join(typed(value)) or 'none'}")
     if "saved" in doc:
@@ -9642,7 +9469,7 @@ def _print_rows(args: argparse.Namespace, rows: list[dict[str, Any]], shown: lis
         plain_console().print(table_of(shown, cells, right))
 
 
-@command("calls", "the last calls, from the ledger", (
+@Command("calls", "the last calls, from the ledger", (
     *((f"--{n}", {"metavar": "GLOB", "help": f"only calls of this {n}"}) for n in FILTERS),
     ("--since", {"metavar": "SPAN", "help": "only the last span, like 30m, 2h or 7d"}),
     ("--limit", {"metavar": "N", "default": "50", "help": "at most so many (default 50)"}),
@@ -9664,7 +9491,7 @@ def _calls_command(args: argparse.Namespace) -> int:
     return 0
 
 
-@command("trace", "one call's whole life, from the ledger", (
+@Command("trace", "one call's whole life, from the ledger", (
     ("id", {"help": "x-llmproxy-trace or x-request-id of an answer"}), *_LEDGER))  # fmt: skip
 def _trace(args: argparse.Namespace) -> int:
     rows = [shown_row(row) for row in _read_ledger(args, *calls_query({}, args.id))]
@@ -9707,7 +9534,7 @@ def timeline(row: dict[str, Any]) -> Iterable[str]:
     yield f"  {row['total_ms']:>9.0f} ms  {what}, {row['fate']}, {used}"
 
 
-@command("spend", "money and tokens, from the ledger", (
+@Command("spend", "money and tokens, from the ledger", (
     ("--by", {"default": "model", "choices": list(SPEND_BY), "help": "(default model)"}),
     ("--since", {"metavar": "SPAN", "default": "30d", "help":
         "over the last span, like 12h (default 30d)"}), *_LEDGER,
@@ -9729,13 +9556,11 @@ def _spend(args: argparse.Namespace) -> int:
     return 0
 
 
-@command("key", "client keys: new NAME prints one once, list, revoke NAME", (
+@Command("key", "client keys: new NAME prints one once, list, revoke NAME", (
     ("verb", {"choices": ("new", "list", "revoke")}),
     ("name", {"nargs": "?", "help": "the client's name"}), ("--config", _CONFIG),
 ), """examples:
-  llmproxy key new alice
-  llmproxy key list
-  llmproxy key revoke alice""")  # fmt: skip
+  llmproxy key new alice""")  # fmt: skip
 def _key(args: argparse.Namespace) -> int:
     path = Path(args.config) if args.config else default_config_path(os.environ)
     with only_one(path):
@@ -9783,12 +9608,10 @@ if [[ $funcstack[1] == _llmproxy ]]; then _llmproxy "$@"; else compdef _llmproxy
 }
 
 
-@command("completion", "a shell's completion of this command", (
+@Command("completion", "a shell's completion of this command", (
     ("shell", {"choices": tuple(COMPLETIONS), "help": "whose script to print"}),
 ), """examples:
-  llmproxy completion bash > ~/.local/share/bash-completion/completions/llmproxy
-  llmproxy completion zsh > "${fpath[1]}/_llmproxy"
-  llmproxy completion fish > ~/.config/fish/completions/llmproxy.fish""")  # fmt: skip
+  llmproxy completion bash > ~/.local/share/bash-completion/completions/llmproxy""")  # fmt: skip
 def _completion(args: argparse.Namespace) -> int:
     print(COMPLETIONS[args.shell], end="")
     return 0
@@ -9805,7 +9628,7 @@ def completions(words: list[str]) -> list[str]:
         return [prefix + word for word in values if word.startswith(value[3])]
     known = [*COMMANDS, "--version", "--help"] if len(words) < 2 else []
     name = words[0] if words and words[0] in COMMANDS else "serve"
-    for action in COMMANDS[name].parser(name)._actions:
+    for action in COMMANDS[name].parser()._actions:
         values = [str(choice) for choice in action.choices or ()]
         if isinstance(action.metavar, str) and "|" in action.metavar:
             values = action.metavar.split("|")
@@ -9858,26 +9681,21 @@ def _open_standard_files() -> None:
             getattr(sys, name).reconfigure(errors="replace")  # whatever its encoding lacks
 
 
-def _print_help() -> int:
-    print("usage: llmproxy [COMMAND] [ARGS]\n\nA local proxy for LLM calls. Commands:\n")
-    for name, found in COMMANDS.items():
-        print(f"  {name:12} {found.text}")
-    print("\nllmproxy COMMAND --help tells more; without a command, llmproxy serve --help.")
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
     _open_standard_files()
     words = sys.argv[1:] if argv is None else argv
     logging.basicConfig(handlers=[stderr_log], level=logging.WARNING)
     try:
         if words[:1] in (["-h"], ["--help"]):
-            return _print_help()
+            print("usage: llmproxy [COMMAND] [ARGS]\n\nA local proxy for LLM calls. Commands:\n")
+            print("\n".join(f"  {name:12} {found.text}" for name, found in COMMANDS.items()))
+            print("\nllmproxy COMMAND --help tells more; without a command, llmproxy serve --help.")
+            return 0
         if words[:2] == ["completion", "words"]:  # what is being typed need not be right
             print("\n".join(completions(words[3:])))
             return 0
         name, *rest = words if words and words[0] in COMMANDS else ["serve", *words]
-        parser = COMMANDS[name].parser(name)
+        parser = COMMANDS[name].parser()
         args, rest = parser.parse_known_args(rest)
         if rest and getattr(args, "name", "") is None and not rest[0].startswith("-"):
             args.name = rest.pop(0)  # key new --config F NAME

@@ -361,10 +361,10 @@ async def proxy(base: str = "http://127.0.0.1:9", **settings: Any) -> AsyncItera
             made.assign(name, texts, name)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        llmproxy.Daemon(made) as daemon,
+        llmproxy.gateway_for(made) as gateway,
         aiohttp.ClientSession(connector=connector) as session,
     ):
-        caller = Caller(daemon.url, session, daemon.gateway)
+        caller = Caller(gateway.url, session, gateway)
         yield caller
         for sdk in caller.sdks:
             await sdk.close()
@@ -2590,7 +2590,7 @@ async def test_keys_that_cannot_be_read_are_config_errors(tmp_path: Path) -> Non
         (KeyRule(command="'unclosed"), "ValueError"),
     ):
         with pytest.raises(llmproxy.ConfigError, match=re.escape(message)):
-            await llmproxy.Daemon(Settings(port=0, state="none", keys=[rule])).__aenter__()
+            await llmproxy.gateway_for(Settings(port=0, state="none", keys=[rule])).__aenter__()
 
 
 async def test_models_find_their_upstream() -> None:
@@ -4836,9 +4836,8 @@ async def proxy_of(file: Path, **flags: str) -> AsyncIterator[Caller]:
     """A daemon in this process that has read a file."""
     given = {"port": "0", "state": "none", **flags}
     made = llmproxy.load_settings({name: [text] for name, text in given.items()}, {}, file)
-    async with llmproxy.Daemon(made) as daemon, aiohttp.ClientSession() as session:
-        url = daemon.url.replace("0.0.0.0", "127.0.0.1")
-        caller = Caller(url, session, daemon.gateway)
+    async with llmproxy.gateway_for(made) as gateway, aiohttp.ClientSession() as session:
+        caller = Caller(gateway.url.replace("0.0.0.0", "127.0.0.1"), session, gateway)
         yield caller
         await caller.at_rest()
 
@@ -5284,15 +5283,14 @@ def test_keys_on_a_terminal_change_the_daemon_and_idle_it_costs_nothing(tmp_path
         assert terminal.gives_back(b"q?q\x1b[A")  # what comes after it is no second signal
 
 
-@pytest.mark.parametrize("is_windows", [False, True])
-def test_table_follows_its_screen_and_works_without_a_keyboard(is_windows: bool) -> None:
-    no_keys = {"first": "sys.modules['termios'] = None"} if is_windows else {"stdin": -3}  # DEVNULL
-    with Terminal(*ON_MOCK, columns=60, **no_keys) as terminal:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_table_follows_its_screen_and_works_without_a_keyboard(number: int) -> None:
+    with Terminal(*ON_MOCK, columns=60, stdin=subprocess.DEVNULL) as terminal:
         assert "path" not in terminal.press(b"", "in flight")
         terminal.resize(120)
         text = terminal.press(b"", "path")
         assert "calls/s" in text and "> timeout" not in text
-        assert terminal.gives_back(number=signal.SIGINT if is_windows else signal.SIGTERM)
+        assert terminal.gives_back(number=number)
 
 
 def test_table_that_cannot_draw_leaves_the_daemon_alone() -> None:
