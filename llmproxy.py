@@ -2953,12 +2953,13 @@ def _read_prices(path: str) -> dict[str, dict[str, Any]]:
         if (file.exists() and not file.is_file()) or file.stat().st_size > FLIGHT_BYTES:
             raise ConfigError(f"prices: {path}: is no file of at most {FLIGHT_BYTES >> 20} MiB")
         doc = json.loads(file.read_bytes())
+        if not isinstance(doc, dict):
+            raise ValueError
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"prices: {path}: {_why_unreadable(error)}") from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"prices: {path}: not valid JSON") from None
-    if not isinstance(doc, dict):
-        raise ConfigError(f"prices: {path}: wants an object of models, as LiteLLM publishes it")
+        why = "wants a JSON object, as LiteLLM publishes it"
+        raise ConfigError(f"prices: {path}: {why}") from None
     return {name: entry for name, entry in doc.items() if isinstance(entry, dict)}
 
 
@@ -3015,9 +3016,6 @@ def period_end(now_unix: float, window: str) -> float:
     return period_start(began + (26 * 3600 if window == "day" else 32 * 86400), window)
 
 
-PERIODS = {"day": "%Y-%m-%d", "month": "%Y-%m", "": ""}
-
-
 class Budget:
     """What may be spent in a window of local time, or of tokens by a task.
 
@@ -3026,25 +3024,23 @@ class Budget:
     that it shows again.
     """
 
-    def __init__(self, name: str, limit: int, window: str = "", soft: bool = False) -> None:
+    def __init__(
+        self, name: str, limit: int, window: str = "", soft: bool = False, client: str | None = None
+    ) -> None:
         self.name, self.limit, self.window, self.soft = name, limit, window, soft
-        self.reserved = 0
-        self._period = ""
-        self._spent: dict[str, int] = {"": 0}
-
-    @property
-    def spent(self) -> int:
-        return self._spent[self._period]
-
-    @spent.setter
-    def spent(self, amount: int) -> None:
-        self._spent[self._period] = amount
+        self.client = client  # None: all together
+        self.reserved = self.spent = 0
+        self._period = self._ends = 0.0
+        self._past: dict[float, int] = {}  # what was spent in periods that began then
 
     def roll(self, now_unix: float) -> None:
         """Begin anew where a day or month has ended; what is reserved stays."""
-        self._period = time.strftime(PERIODS[self.window], time.localtime(now_unix))
-        if self._period not in self._spent:
-            self._spent = {p: n for p, n in list(self._spent.items())[-2:] if p} | {self._period: 0}
+        if not self.window or self._period <= now_unix < self._ends:
+            return
+        self._past[self._period] = self.spent
+        self._period = period_start(now_unix, self.window)
+        self._ends = period_end(now_unix, self.window)
+        self.spent = self._past.get(self._period, 0)
 
     def is_spent(self, amount: int) -> bool:
         """Whether `amount` cannot fit, however the open reservations settle."""
@@ -3066,33 +3062,27 @@ class Budgets:
         self.now = now
         self._waiting: dict[asyncio.Future[None], Wanted] = {}  # in the order in which they came
         self.tasks: dict[tuple[str, str], Budget] = {}  # by client and name
-        self.of_all = _budgets("the budget", settings.budget, settings.budget_month)
-        self.of_client = {
-            rule.name: _budgets(f"client {rule.name}", rule.budget, rule.budget_month)
-            for rule in settings.clients
-        }
-        self.is_empty = not self.all()
+        self.all: list[Budget] = []
+        self.limit(settings)
 
     def limit(self, settings: Settings) -> list[Budget]:
         """Take the limits of changed settings; what was spent stays. Returns what is new."""
-        before = {(b.name, b.window): b for b in self.all()}
-        after, new = Budgets(settings, self.now), []
-        for budgets in (after.of_all, *after.of_client.values()):
-            for n, budget in enumerate(budgets):
-                if (known := before.get((budget.name, budget.window))) is None:
-                    new.append(budget)
-                else:
-                    known.limit, budgets[n] = budget.limit, known
-        self.of_all, self.of_client = after.of_all, after.of_client
-        self.is_empty = after.is_empty
+        known = {(b.client, b.window): b for b in self.all}
+        self.all, new = [], []
+        rules: list[tuple[str | None, Any]] = [(rule.name, rule) for rule in settings.clients]
+        for name, rule in [(None, settings), *rules]:
+            for window, usd in (("day", rule.budget), ("month", rule.budget_month)):
+                if usd is not None:
+                    if (budget := known.get((name, window))) is None:
+                        title = f"client {name}" if name is not None else "the budget"
+                        new.append(budget := Budget(title, 0, window, client=name))
+                    budget.limit = round(usd * 1e6)
+                    self.all.append(budget)
         self.changed()
         return new
 
-    def all(self) -> list[Budget]:
-        return [*self.of_all, *itertools.chain.from_iterable(self.of_client.values())]
-
     def of(self, client: str) -> list[Budget]:
-        found = [*self.of_all, *self.of_client.get(client, ())]
+        found = [budget for budget in self.all if budget.client in (None, client)]
         for budget in found:
             budget.roll(self.now())
         return found
@@ -3116,18 +3106,15 @@ class Budgets:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[future] = wanted
         self.changed()
-        if future.done():
-            return future.result()
         try:
-            async with asyncio.timeout(timeout_s):
-                await future
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if future.done() and not future.cancelled() and future.exception() is None:
+            if not future.done() and not (await asyncio.wait([future], timeout=timeout_s))[0]:
+                why = "other calls hold what is left of the budget (--queue-timeout)"
+                raise ProxyError("queue_timeout", why, retry_after_s=1)
+            future.result()
+        except asyncio.CancelledError:
+            if future.done() and future.exception() is None:
                 self.settle(wanted)  # granted in the same moment
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            why = "other calls hold what is left of the budget (--queue-timeout)"
-            raise ProxyError("queue_timeout", why, retry_after_s=1) from None
+            raise
         finally:
             if self._waiting.pop(future, None) is not None:
                 self.changed()  # it may have held others back
@@ -3167,17 +3154,11 @@ class Budgets:
             budget.roll(now)
             if budget.is_spent(amount):
                 left, window = max(0, budget.limit - budget.spent), budget.window
-                text = f"{left} tokens are" if budget.soft else f"{left / 1e6:.6f} USD is"
-                need = f"{amount} tokens" if budget.soft else f"{amount / 1e6:.6f} USD"
-                why = f"{budget.name}: {text} left of the {window or 'task'}'s budget"
+                said = "{} tokens".format if budget.soft else lambda n: f"{n / 1e6:.6f} USD"
+                why = f"{budget.name}: {said(left)} left of the {window or 'task'}'s budget"
+                why += f", the call may need {said(amount)}"
                 wait_s = period_end(now, window) - now if window else None
-                why += f", the call may need {need}"
                 raise ProxyError("budget_exceeded", why, retry_after_s=wait_s)
-
-
-def _budgets(name: str, day_usd: float | None, month_usd: float | None) -> list[Budget]:
-    windows = (("day", day_usd), ("month", month_usd))
-    return [Budget(name, round(usd * 1e6), window) for window, usd in windows if usd is not None]
 
 
 ###############################################################################
@@ -3186,13 +3167,6 @@ def _budgets(name: str, day_usd: float | None, month_usd: float | None) -> list[
 # Rule: rows in, rows out; knows nothing of HTTP. One thread writes, in batches, so that the event
 # loop never waits for a commit.
 
-COLUMNS = (
-    "id", "time_unix", "trace", "request_id", "shared", "client", "task", "method", "path", "model",
-    "upstream", "fallback", "fate", "status", "code", "attempts", "stream", "queue_ms", "limit_ms",
-    "retry_ms", "ttft_ms", "total_ms", "tokens_in", "tokens_cached", "tokens_written", "tokens_out",
-    "tokens_reasoning", "tokens_estimated", "cost_micros", "reserved_micros", "saved_micros",
-    "steps", "state",
-)  # fmt: skip
 # What each version adds to the file; PRAGMA user_version counts them.
 MIGRATIONS = (
     """
@@ -3219,9 +3193,10 @@ MIGRATIONS = (
     # A look-up that reads the file is rarer by far than a row, which this made twice as dear.
     "DROP INDEX calls_trace; DROP TABLE runs;",
 )
+_CALLS = MIGRATIONS[0].partition("calls (")[2].partition(";")[0]
+COLUMNS = tuple(re.findall(r"(\w+) (?:INTEGER|REAL|TEXT)", _CALLS))
 _PUT = {
-    "calls": f"INSERT OR REPLACE INTO calls ({', '.join(COLUMNS)}) "
-    f"VALUES ({', '.join('?' * len(COLUMNS))})",
+    "calls": f"INSERT OR REPLACE INTO calls VALUES ({', '.join('?' * len(COLUMNS))})",
     "bodies": "INSERT OR REPLACE INTO bodies VALUES (?, ?, ?)",
     "tasks": "INSERT OR IGNORE INTO tasks VALUES (?, ?, ?, ?)",
 }
@@ -3296,7 +3271,7 @@ class Ledger:
     written when it can be again.
     """
 
-    MOST_HELD, BATCH_S, OPEN_S, TURN_S = 50_000, 0.05, 0.2, 1.0
+    MOST_HELD, TICK_S, TURN_S = 50_000, 0.1, 1.0
 
     def __init__(self, path: Path, retention_days: Clock, now: Clock = time.time) -> None:
         self.path, self.trouble, self.lost_rows = path, "", 0
@@ -3317,10 +3292,7 @@ class Ledger:
     def start(self) -> None:
         """Open the file, count what an earlier process left open as spent, start the writer."""
         self._loop = asyncio.get_running_loop()
-        try:
-            self._open_file()
-        except (OSError, sqlite3.Error) as error:
-            self._in_trouble(error)
+        self._write([])
         self._thread.start()
 
     def close(self) -> None:
@@ -3341,7 +3313,7 @@ class Ledger:
         """A call is about to be asked of an upstream: its row survives us from now on."""
         self._write_journal(row)
         self._open[row[0]] = row
-        self._wait(self.OPEN_S)
+        self._wait()
 
     def ended(self, row: Row, is_new: bool = False) -> None:
         """A call's whole row. `is_new`: nothing of it stands in the journal yet."""
@@ -3353,16 +3325,11 @@ class Ledger:
     def put(self, table: str, row: Row) -> None:
         """For the next batch."""
         self._rows.append((table, row))
-        self._wait(self.BATCH_S)
+        self._wait()
 
-    def _wait(self, wait_s: float) -> None:
-        """Have the next batch no later than that."""
-        at = self._loop.time() + wait_s
-        if self._timer is not None and self._timer.when() > at:
-            self._timer.cancel()
-            self._timer = None
+    def _wait(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_at(at, self.flush)
+            self._timer = self._loop.call_later(self.TICK_S, self.flush)
 
     def written(self) -> threading.Event:
         """Hand over what there is now. Returns what is set once that is in the file."""
@@ -3385,7 +3352,7 @@ class Ledger:
         journal = self._journals[self._turn] if self._journals else None
         is_used = journal is not None and journal.end > 0
         is_turn |= is_used and self._loop.time() - self._turned_at > self.TURN_S
-        old_unix = math.inf if is_turn else self._now() - self.OPEN_S
+        old_unix = math.inf if is_turn else self._now() - self.TICK_S
         for row in [row for row in self._open.values() if row[1] <= old_unix]:
             self._rows.append(("calls", self._open.pop(row[0])))
         is_turn = is_turn and self._journals[1 - self._turn].end == 0  # else the writer is behind
@@ -3395,28 +3362,25 @@ class Ledger:
             self._queue.put((self._rows, journal.clear if journal and is_turn else None))
             self._rows = []
         if self._open or is_used:
-            self._wait(self.OPEN_S if self._open else self.TURN_S)
+            self._wait()
 
     def _open_file(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        umask = os.umask(0o077)  # also for what stands beside it
-        try:
-            with contextlib.ExitStack() as stack:
-                db = sqlite3.connect(
-                    self.path, timeout=1.0, isolation_level=None, check_same_thread=False
-                )
-                stack.callback(db.close)
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA synchronous = NORMAL")
-                migrate(db)
-                if not self._journals:
-                    name = f"{self.path.name}-{self._run:08x}"
-                    names = (f"{name}-{n}.journal" for n in (0, 1))
-                    self._journals = [Journal(self.path.with_name(name)) for name in names]
-                take_up(db, self.path, self._run)
-                stack.pop_all()
-        finally:
-            os.umask(umask)
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # -wal and -shm take its mode
+        with contextlib.ExitStack() as stack:
+            db = sqlite3.connect(
+                self.path, timeout=1.0, isolation_level=None, check_same_thread=False
+            )
+            stack.callback(db.close)
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            migrate(db)
+            if not self._journals:
+                name = f"{self.path.name}-{self._run:08x}"
+                names = (f"{name}-{n}.journal" for n in (0, 1))
+                self._journals = [Journal(self.path.with_name(name)) for name in names]
+            take_up(db, self.path, self._run)
+            stack.pop_all()
         self._db, self._inode = db, self.path.stat().st_ino
 
     def _work(self) -> None:
@@ -3453,11 +3417,9 @@ class Ledger:
                 self._db = None
             if self._db is None:
                 self._open_file()
-            db = cast(sqlite3.Connection, self._db)
-            db.execute("BEGIN IMMEDIATE")
-            with db:  # which commits, or rolls back
-                for table, group in itertools.groupby(self._held, key=lambda item: item[0]):
-                    self.lost_rows += put_rows(db, _PUT[table], (row for _, row in group))
+            with cast(sqlite3.Connection, self._db) as db:
+                db.execute("BEGIN IMMEDIATE")
+                self.lost_rows += put_rows(db, ((_PUT[table], row) for table, row in self._held))
         except (OSError, sqlite3.Error) as error:
             self._in_trouble(error)
             return False
@@ -3496,16 +3458,15 @@ def migrate(db: sqlite3.Connection) -> None:
         db.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
 
 
-def put_rows(db: sqlite3.Connection, sql: str, rows: Iterable[Row]) -> int:
+def put_rows(db: sqlite3.Connection, rows: Iterable[tuple[str, Row]]) -> int:
     """Write rows; one that cannot be stored takes no others with it. Returns how many those are."""
-    odd = (UnicodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
     lost = 0
-    for row in rows:
+    for sql, row in rows:
         try:
             db.execute(sql, row)
-        except odd as error:
+        except (UnicodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError) as e:
+            log.error("ledger: a row cannot be stored: %s", fault_lines(e))
             lost += 1
-            log.error("ledger: a row cannot be stored: %s", fault_lines(error))
     return lost
 
 
@@ -3526,7 +3487,7 @@ def take_up(db: sqlite3.Connection, path: Path, own_run: int) -> None:
             rows = Journal.read(file)
             for kind in ("IGNORE", "REPLACE"):  # what has ended replaces what was open
                 found = [row for row in rows if (row[-1] == "open") is (kind == "IGNORE")]
-                put_rows(db, _PUT["calls"].replace("REPLACE", kind), found)
+                put_rows(db, ((_PUT["calls"].replace("REPLACE", kind), row) for row in found))
         finally:
             os.close(handle)
     marks = ", ".join("?" * len(alive))
@@ -3593,9 +3554,7 @@ def shown_row(row: dict[str, Any]) -> dict[str, Any]:
         shown[name] = round(shown[name] or 0.0, 1)
     for name in ("stream", "tokens_estimated"):
         shown[name] = bool(row[name])
-    shown["steps"] = []
-    with contextlib.suppress(ValueError, TypeError):
-        shown["steps"] = json.loads(row["steps"] or "[]")
+    shown["steps"] = json_at(row["steps"] or "[]") or []
     return shown
 
 
@@ -3622,32 +3581,20 @@ def spend_query(by: str, since_unix: float) -> tuple[str, list[Any]]:
 ###############################################################################
 # Rule: all that is known of llama.cpp's server, behind a few questions. Says nothing to callers.
 
-class Part:
-    """What the deltas of one choice, one native result or one content block add up to."""
-
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self.fields = dict(known)
-        self.texts: dict[str, list[str]] = {}
-        self.tools: dict[int, dict[str, Any]] = {}
-
-    def add(self, delta: Mapping[str, Any]) -> None:
-        for name, value in delta.items():
-            if name == "tool_calls":
-                for call in value or ():
-                    known = self.tools.setdefault(
-                        call.get("index", 0), {"type": "function", "function": {}}
-                    )
-                    said = known["function"]
-                    for key, text in (call.get("function") or {}).items():
-                        said[key] = said.get(key, "") + text if key == "arguments" else text
-                    known.update({k: v for k, v in call.items() if k not in ("index", "function")})
-            elif name == "role":
-                self.fields[name] = value
-            elif isinstance(value, str) and name != "type":
-                self.texts.setdefault(name, []).append(value)
-
-    def text(self, name: str) -> str:
-        return "".join(self.texts.get(name, ()))
+def add_delta(part: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    """Add to what one choice, one native result or one content block comes to."""
+    for name, value in delta.items():
+        if name == "tool_calls":
+            tools = part.setdefault(name, {})
+            for call in value or ():
+                made = {"type": "function", "function": {}}
+                known = tools.setdefault(call.get("index", 0), made)
+                add_delta(known["function"], call.get("function") or {})
+                known.update({k: v for k, v in call.items() if k not in ("index", "function")})
+        elif name in ("role", "name"):
+            part[name] = value
+        elif isinstance(value, str) and name != "type":
+            part[name] = part.get(name, "") + value
 
 
 class Assembly:
@@ -3658,11 +3605,7 @@ class Assembly:
     first one's, as in the server's own plain answer.
     """
 
-    # Routes whose streams hold all that the plain answer does, and what asks for more than that:
-    # a stream has no probabilities of the last token.
-    ROUTES = frozenset(
-        ("chat/completions", "completions", "completion", "infill", "messages", "responses")
-    )
+    # What asks for more than a stream holds: it has no probabilities of the last token.
     NOT_STREAMED = (
         "logprobs", "n_probs", "verbose", "response_fields", "return_tokens", "conversation",
         "background",
@@ -3673,7 +3616,7 @@ class Assembly:
         self._error: tuple[int, bytes] | None = None
         self._form = ""
         self._base: dict[str, Any] = {}
-        self._parts: dict[int, Part] = defaultdict(lambda: Part({}))
+        self._parts: dict[int, dict[str, Any]] = defaultdict(dict)
         self._counts: dict[int, dict[str, Any]] = {}  # usage and timings, by choice
         self._ended = 0  # the choice that ended last: a usage after it is its own
         self.is_over = False
@@ -3681,7 +3624,8 @@ class Assembly:
     @classmethod
     def can_be(cls, name: str, doc: Mapping[str, Any]) -> bool:
         """Whether a plain call of a route can be asked as a stream."""
-        is_route = name in cls.ROUTES and not any(doc.get(field) for field in cls.NOT_STREAMED)
+        route, is_more = ROUTES.get(name), any(doc.get(field) for field in cls.NOT_STREAMED)
+        is_route = route is not None and route.ends is not None and not is_more
         return is_route and isinstance(doc.get("stream"), (bool, type(None)))
 
     def feed(self, data: bytes) -> None:
@@ -3703,18 +3647,19 @@ class Assembly:
             self._take_typed(doc)
         elif "content" in doc:
             self._form, part = "native", self._parts[doc.get("index", 0)]
-            part.add({"content": doc["content"]})
-            part.fields = doc if doc.get("stop") else part.fields
+            add_delta(part, {"content": doc.pop("content")})
+            part.update(doc if doc.get("stop") else {})
 
     def _take_choices(self, doc: dict[str, Any]) -> None:
         choices = doc.pop("choices")
         for choice in choices:
             part = self._parts[choice["index"]]
             self._form = "chat" if "delta" in choice else "text"
-            part.add(choice["delta"] if "delta" in choice else {"text": choice.get("text", "")})
+            said = choice["delta"] if "delta" in choice else {"text": choice.get("text", "")}
+            add_delta(part, said)
             if choice.get("finish_reason"):
                 self._ended = choice["index"]
-                part.fields["finish_reason"] = choice["finish_reason"]
+                part["finish_reason"] = choice["finish_reason"]
         counts = {name: doc.pop(name) for name in ("usage", "timings") if doc.get(name)}
         if not choices or choices[-1].get("finish_reason"):
             self._counts.setdefault(self._ended, {}).update(counts)
@@ -3726,9 +3671,9 @@ class Assembly:
         if kind == "message_start":
             self._form, self._base = "message", doc["message"]
         elif kind == "content_block_start":
-            part.fields = dict(doc["content_block"])
+            part.update(doc["content_block"])
         elif kind == "content_block_delta":
-            part.add(doc["delta"])
+            add_delta(part, doc["delta"])
         elif kind == "message_delta":
             self._base.update(doc["delta"])
             self._base["usage"].update(doc.get("usage") or {})
@@ -3752,30 +3697,26 @@ class Assembly:
     def _whole(self) -> Any:
         doc, made = self._base, list[Any]()
         for index, part in sorted(self._parts.items()):
-            fields = dict(part.fields)
-            finish = fields.get("finish_reason")
+            fields = dict(part)
             if self._form == "chat":
-                role = fields.pop("role", "assistant")
-                fields.pop("finish_reason", None)
-                texts = {name: part.text(name) for name in part.texts}
-                message = {"role": role, "content": ""} | texts | fields
-                if part.tools:
-                    message["tool_calls"] = [call for _, call in sorted(part.tools.items())]
+                finish, tools = fields.pop("finish_reason", None), fields.pop("tool_calls", {})
+                message = {"role": "assistant", "content": "", **fields}
+                if tools:
+                    message["tool_calls"] = [call for _, call in sorted(tools.items())]
                 made.append({"finish_reason": finish, "index": index, "message": message})
             elif self._form == "text":
-                text = {"text": part.text("text"), "index": index, "logprobs": None}
-                made.append({**text, "finish_reason": finish})
+                text = {"text": part["text"], "index": index, "logprobs": None}
+                made.append({**text, "finish_reason": part.get("finish_reason")})
             elif self._form == "native":
-                native = {**fields, "content": part.text("content")}
-                if "generation_settings" in native:
-                    sampling = {**native["generation_settings"], "stream": False}
-                    native["generation_settings"] = sampling
-                made.append(native)
+                if "generation_settings" in fields:
+                    sampling = {**fields["generation_settings"], "stream": False}
+                    fields["generation_settings"] = sampling
+                made.append(fields)
             elif fields.get("type") == "tool_use":  # one that was cut short is empty
-                made.append({**fields, "input": json_at(part.text("partial_json") or "{}") or {}})
+                said = fields.pop("partial_json", "")
+                made.append({**fields, "input": json_at(said) or {}})
             elif fields:
-                said = {name: fields.get(name, "") + part.text(name) for name in part.texts}
-                made.append({**fields, **said})
+                made.append(fields)
         if self._form == "native":
             return made[0] if len(made) == 1 else made
         if self._form == "message":
@@ -3837,30 +3778,24 @@ class Speeds:
     """What the `timings` of a llama.cpp server's last calls come to."""
 
     def __init__(self) -> None:
-        self._calls: deque[Mapping[str, Any]] = deque(maxlen=20)
+        self._calls: deque[Counter[str]] = deque(maxlen=20)
 
     def add(self, body: bytes) -> None:
         """Take the last `timings` of an answer, where it has any."""
         timings = json_at(body[body.rfind(b'"timings"') + 9 :]) if b'"timings"' in body else None
         counts = timings.items() if isinstance(timings, dict) else ()
         if numbers := {name: n for name, n in counts if type(n) in (int, float)}:
-            self._calls.append(numbers)
+            self._calls.append(Counter(numbers))
 
     def shown(self) -> dict[str, float | None]:
         """Tokens a second of prompts and of output; the share of prompts that was cached."""
-
-        def total(name: str) -> float:
-            return float(sum(call.get(name, 0.0) for call in self._calls))
-
-        def share(part: float, whole: float) -> float | None:
-            return round(part / whole, 3) if whole > 0 else None
-
-        cached, fresh = total("cache_n"), total("prompt_n")
-        return {
-            "prompt_tokens_per_s": share(1000 * fresh, total("prompt_ms")),
-            "output_tokens_per_s": share(1000 * total("predicted_n"), total("predicted_ms")),
-            "cache_hit_share": share(cached, cached + fresh),
+        n = sum(self._calls, Counter[str]())
+        parts = {
+            "prompt_tokens_per_s": (1000 * n["prompt_n"], n["prompt_ms"]),
+            "output_tokens_per_s": (1000 * n["predicted_n"], n["predicted_ms"]),
+            "cache_hit_share": (n["cache_n"], n["cache_n"] + n["prompt_n"]),
         }
+        return {name: round(a / b, 3) if b > 0 else None for name, (a, b) in parts.items()}
 
 
 class Llama:
@@ -3953,9 +3888,14 @@ class Llama:
                 status, body = await self._get(path, FLIGHT_WINDOW_BYTES)
         except (*NO_ANSWER, ValueError):
             return False
-        slots = json_at(body) if status == 200 and path == "/slots" else None
-        if isinstance(slots, list):
-            self._read_slots([slot for slot in slots if isinstance(slot, dict)])
+        found = json_at(body) if status == 200 and path == "/slots" else None
+        if isinstance(found, list):
+            slots = [slot for slot in found if isinstance(slot, dict)]
+            busy = [slot for slot in slots if slot.get("is_processing")]
+            moves = ("id_task", "n_prompt_tokens_processed", "next_token")
+            self._liveness.saw(bool(busy), [[slot.get(name) for name in moves] for slot in busy])
+            self.busy_slots = len(busy)
+            self.context_used = sum(_whole(slot, "n_prompt_tokens") for slot in slots)
         elif status == 200 and path == "/metrics":
             counts = dict(re.findall(rb"^llamacpp:(\w+) (\S+)", body, re.MULTILINE))
             moving = counts.get(b"prompt_tokens_total"), counts.get(b"tokens_predicted_total")
@@ -3966,38 +3906,26 @@ class Llama:
                 self._looks.pop(0)
         return True
 
-    def _read_slots(self, slots: list[dict[str, Any]]) -> None:
-        """The counts of each slot; a batch of a prompt is counted when it is through."""
-        busy = [slot for slot in slots if slot.get("is_processing")]
-        counts = ("id_task", "n_prompt_tokens_processed", "next_token")
-        self._liveness.saw(bool(busy), [[slot.get(name) for name in counts] for slot in busy])
-        self.busy_slots = len(busy)
-        self.context_used = sum(_whole(slot, "n_prompt_tokens") for slot in slots)
-
     async def learn_props(self) -> None:
         """What it says of itself: slots, context, and the model it runs."""
+        before = self.model
         with contextlib.suppress(*NO_ANSWER, ValueError):
             async with asyncio.timeout(HEALTH_LIMIT_S):
                 status, body = await self._get("/props", FLIGHT_WINDOW_BYTES)
             self._needs_props = status == 503
             props = json_at(body) if status == 200 else None
             if isinstance(props, dict):
-                self._take_props(props)
+                general = _dict(props, "default_generation_settings")
+                self.model = Path(str(props.get("model_path", ""))).name
+                self.slots = _whole(props, "total_slots") or None
+                self.is_known = bool(general) and self.slots is not None
+                self._looks = ["/slots", "/metrics", "/health"]
+                self.context_tokens = _whole(general, "n_ctx") * (self.slots or 0)
             elif status in (404, 405, 501):
                 self.is_known = False
-        self.on_change(False)
-
-    def _take_props(self, props: dict[str, Any]) -> None:
-        general = _dict(props, "default_generation_settings")
-        model, before = Path(str(props.get("model_path", ""))).name, self.model
-        self.slots = _whole(props, "total_slots") or None
-        self.is_known = bool(general) and self.slots is not None
-        self._looks = ["/slots", "/metrics", "/health"]
-        self.context_tokens = _whole(general, "n_ctx") * (self.slots or 0)
-        self.model = model
-        if before and model != before:
-            log.warning("%s runs %s now", self.base, printable(model))
-            self.on_change(True)
+        if is_other := bool(before) and self.model != before:
+            log.warning("%s runs %s now", self.base, printable(self.model))
+        self.on_change(is_other)
 
 
 ###############################################################################
@@ -4467,15 +4395,12 @@ class Upstream:
             self._check.cancel()
         await self._pool.close()
 
-    async def meet(self) -> None:
-        """First look. Not being there yet is no error."""
+    async def _attend(self) -> None:
+        """Keep an eye on a llama.cpp, a server of ours that is not there yet, a silent one."""
         if not await self.is_alive() and self.is_reachable is None:
             why = "does not answer yet; calls get 502 until it does, or wait while it loads"
             self._reached(False, f"{self.base} {why}")
         await self.llama.learn_props()
-
-    async def _attend(self) -> None:
-        """Keep an eye on a llama.cpp, a server of ours that is not there yet, a silent one."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -4704,14 +4629,6 @@ class Request:
         self.may_cost = self.method not in ("GET", "HEAD", "OPTIONS", "DELETE")
         self.writes = self.route is None or self.route.writes
 
-    @property
-    def credential(self) -> str:
-        """All that it shows of who it is, where there are no client keys."""
-        parts = [self.low.get(name, "") for name in CREDENTIALS]
-        if "key=" in self.raw_path and (key := re.search(r"[?&]key=([^&]*)", self.raw_path)):
-            parts.append(key[1])
-        return "\0".join(parts)
-
     def api_keys(self) -> Iterable[str]:
         """The keys that it presents."""
         for name in CREDENTIALS[:-1]:
@@ -4786,22 +4703,10 @@ class Record:
         )  # fmt: skip
 
     def shown(self) -> dict[str, Any]:
-        """One call for the JSON log and the table; the keys are stable."""
-        request, timing, usage = self.request, self.timing, self.usage
-        return {
-            "time_unix": self.began_unix + self.elapsed_s, "trace": printable(request.trace, 200),
-            "client": self.client, "method": request.method, "path": printable(request.path),
-            "model": printable(request.model), "upstream": self.upstream, "fate": self.fate,
-            "status": self.status, "code": self.code, "stream": request.is_stream,
-            "queue_ms": round(timing.queue_s * 1000, 1),
-            "limit_ms": round(timing.limit_s * 1000, 1),
-            "retry_ms": round(timing.retry_s * 1000, 1),
-            "ttft_ms": round(min(timing.upstream_s, self.elapsed_s) * 1000, 1),
-            "total_ms": round(self.elapsed_s * 1000, 1),
-            "tokens_in": usage.prompt, "tokens_cached": usage.cached,
-            "tokens_out": usage.completion, "tokens_estimated": usage.is_estimated,
-            "task": printable(self.task), "cost_usd": (self.cost_micros or 0) / 1e6,
-        }  # fmt: skip
+        """One call for the JSON log and the table, as it stands in the ledger."""
+        row = shown_row(dict(zip(COLUMNS, self.row("done"), strict=True)))
+        texts = {name: printable(v, 200) for name, v in row.items() if isinstance(v, str)}
+        return {**row, **texts, "time_unix": self.began_unix + self.elapsed_s}
 
     def line(self, kind: str) -> str:
         """One line of the log, as text or JSON."""
@@ -4841,8 +4746,13 @@ class Histogram:
     def __init__(self) -> None:
         self.counts = [0] * (len(self.BOUNDS_S) + 1)
         self.sum_s = 0.0
+        self.last_s: deque[float] = deque(maxlen=1000)
+
+    def percentiles_ms(self) -> dict[str, float]:
+        return {f"p{n}": round(percentile(self.last_s, n / 100) * 1000, 1) for n in (50, 95, 99)}
 
     def add(self, value_s: float) -> None:
+        self.last_s.append(value_s)
         self.counts[bisect.bisect_left(self.BOUNDS_S, value_s)] += 1
         self.sum_s += value_s
 
@@ -4863,8 +4773,6 @@ class Counters:
         self.tokens_in = self.tokens_out = self.tokens_saved = 0
         self.unpriced_tokens = self.saved_micros = 0
         self.times = {name: Histogram() for name in ("queue", "ttft", "total")}
-        self.latency_s: deque[float] = deque(maxlen=1000)
-        self.queue_s: deque[float] = deque(maxlen=1000)
         self.recent: deque[Record] = deque(maxlen=50)
         self._per_second: deque[list[int]] = deque(maxlen=11)  # second, and calls that ended in it
 
@@ -4876,10 +4784,8 @@ class Counters:
             self._per_second.append([second, 0])
         self._per_second[-1][1] += 1
         if fate != "rejected" and record.status != 499:
-            self.latency_s.append(elapsed_s)
             self.times["total"].add(elapsed_s)
             if fate != "joined":
-                self.queue_s.append(record.timing.queue_s)
                 self.times["queue"].add(record.timing.queue_s)
             if fate == "miss":
                 self.times["ttft"].add(min(record.timing.upstream_s, elapsed_s))
@@ -4900,14 +4806,11 @@ class Counters:
     def status(self) -> dict[str, Any]:
         names = ("upstream_calls", "upstream_429", "retries", "tokens_in", "tokens_out",
                  "tokens_saved", "unpriced_tokens")  # fmt: skip
-        times = {"latency_ms": sorted(self.latency_s), "queue_ms": sorted(self.queue_s)}
-        shares = {
-            name: {f"p{n}": round(percentile(of, n / 100) * 1000, 1) for n in (50, 95, 99)}
-            for name, of in times.items()
-        }
         return {
             "requests": self.requests, **self.fates,
-            **{name: getattr(self, name) for name in names}, **shares,
+            **{name: getattr(self, name) for name in names},
+            "latency_ms": self.times["total"].percentiles_ms(),
+            "queue_ms": self.times["queue"].percentiles_ms(),
             "waited": {"calls": sum(self.times["queue"].counts), "s": self.times["queue"].sum_s},
             "calls_per_s": round(self.rate(), 2),
             "uptime_s": round(self._clock() - self.started_at, 1),
@@ -4935,13 +4838,26 @@ class Accounts:
         if new and (found := self._read_spent()) is not None:
             self._spend(new, found[0])
             unwritten = self.today.spent - sum(found[0]["day"].values())
-            for budget in [b for b in new if b in self.budgets.of_all]:
+            for budget in [b for b in new if b.client is None]:
                 budget.spent += max(0, unwritten)  # what others have spent counts as it is
 
     def start(self) -> None:
         if self.ledger is not None:
             self.ledger.start()
             self._take_up(self._read_spent())
+
+    def _take_up(
+        self, found: tuple[dict[str, dict[str, int]], list[dict[str, Any]]] | None
+    ) -> None:
+        self.is_read = found is not None
+        if found is not None:
+            spent, tasks = found
+            self.today.roll(self._now())
+            self.today.spent = sum(spent["day"].values())
+            self._spend(self.budgets.all, spent)
+            for row in tasks:
+                task = self.budgets.new_task(row["client"], row["task"], row["tokens"])
+                task.spent = row["spent"]
 
     def _read_spent(self) -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]] | None:
         """What clients spent in this day and month, and tasks ever, in an earlier life."""
@@ -4964,67 +4880,16 @@ class Accounts:
             log.warning("ledger: what was spent cannot be read: %s", printable(str(error)))
             return None
 
-    def _take_up(
-        self, found: tuple[dict[str, dict[str, int]], list[dict[str, Any]]] | None
-    ) -> None:
-        self.is_read = found is not None
-        if found is not None:
-            spent, tasks = found
-            self.today.roll(self._now())
-            self.today.spent = sum(spent["day"].values())
-            self._spend(self.budgets.all(), spent)
-            for row in tasks:
-                task = self.budgets.new_task(row["client"], row["task"], row["tokens"])
-                task.spent = row["spent"]
-
     def _spend(self, budgets: list[Budget], spent: dict[str, dict[str, int]]) -> None:
         """Set what budgets have spent, from the sums of the ledger by window and client."""
-        of = {id(b): name for name, owned in self.budgets.of_client.items() for b in owned}
         for budget in budgets:
             budget.roll(self._now())
-            by_client, name = spent[budget.window], of.get(id(budget))
+            by_client, name = spent[budget.window], budget.client
             budget.spent = sum(by_client.values()) if name is None else by_client.get(name, 0)
 
     def close(self) -> None:
         if self.ledger is not None:
             self.ledger.close()
-
-    async def reserve(
-        self, record: Record, model: str, prompt: int, output: int, expected: int
-    ) -> Wanted:
-        """Reserve a call's worst case of every budget that it is under.
-
-        Args:
-            prompt, output: tokens that it takes at most; `output` 0: as many as the model can.
-            expected: tokens that its task is asked for.
-
-        Raises:
-            ProxyError: budget_exceeded, ledger_unavailable, queue_timeout; nothing is reserved.
-        """
-        request, price, worst = record.request, self.prices.of(model), 0
-        if price is not None:
-            most = (output or price.most_output_tokens) * request.writes
-            worst = price.worst(prompt, most, request.doc)
-        record.expected = Usage(prompt, 0, output, is_estimated=True)
-        record.reserved_micros = worst
-        wanted = [(budget, worst) for budget in self.budgets.of(record.client)]
-        if wanted and price is None:
-            what = f"the model {printable(model)}" if model else "a call whose model is unknown"
-            mend = f"set one: --price '{printable(model) or '*'}=IN/OUT'"
-            why = f"there is a budget and {what} has no price; {mend}"
-            raise ProxyError("budget_exceeded", why)
-        if wanted:
-            await self.check_ledger()
-        if record.task and (task := self._task(record)) is not None:
-            wanted.append((task, prompt if request.is_stream else expected))
-        if wanted:
-            began_at = time.monotonic()
-            left_s = self.settings.queue_timeout - record.timing.waited_s
-            try:
-                await self.budgets.reserve(wanted, max(0.001, left_s))
-            finally:
-                record.timing.limit_s += time.monotonic() - began_at
-        return wanted
 
     async def check_ledger(self) -> None:
         """No blind spending: under a budget the ledger has to be read and written."""
@@ -5037,7 +4902,7 @@ class Accounts:
             why = f"there is a budget and the ledger cannot be written: {trouble}"
             raise ProxyError("ledger_unavailable", why, retry_after_s=10)
 
-    def _task(self, record: Record) -> Budget | None:
+    def task_of(self, record: Record) -> Budget | None:
         """The budget of the call's task, which its first call named; None where it has none."""
         task = self.budgets.tasks.get((record.client, record.task))
         limit = record.request.task_budget
@@ -5081,7 +4946,7 @@ class Accounts:
         return cost
 
     def shown(self) -> dict[str, Any]:
-        budgets = self.budgets.all()
+        budgets = self.budgets.all
         for budget in (self.today, *budgets):
             budget.roll(self._now())
         return {
@@ -5989,18 +5854,42 @@ class Lease:
         self.target, self.demand, self.attempts = target, demand, 0
 
     async def reserve(self) -> None:
-        """What the call can cost at most, of every budget, before it waits for anything else."""
-        request, demand, accounts = self.record.request, self.demand, self._accounts
-        prompt = demand.prompt_tokens
+        """What the call can cost at most, of every budget, before it waits for anything else.
+
+        Raises ProxyError: budget_exceeded, ledger_unavailable, queue_timeout; nothing is reserved.
+        """
+        record, demand, accounts = self.record, self.demand, self._accounts
+        model = self.target.model
+        request, prompt, worst = record.request, demand.prompt_tokens, 0
         if not request.doc:
             prompt += 100  # what a body says that is not read is not known
-        elif self.record.task or not accounts.budgets.is_empty:
+        elif record.task or accounts.budgets.all:
             prompt = self.target.learned.worst_tokens(request.size)
         output = (request.max_tokens or 0) * copies(request.doc)
-        expected, model = demand.tokens, self.target.model
-        self._wanted = await accounts.reserve(self.record, model, prompt, output, expected)
-        soft = [budget for budget, _ in self._wanted if budget.soft]
-        self.task = soft[0] if soft and request.is_stream else None
+        if (price := accounts.prices.of(model)) is not None:
+            most = (output or price.most_output_tokens) * request.writes
+            worst = price.worst(prompt, most, request.doc)
+        record.expected = Usage(prompt, 0, output, is_estimated=True)
+        record.reserved_micros = worst
+        wanted = [(budget, worst) for budget in accounts.budgets.of(record.client)]
+        if wanted and price is None:
+            what = f"the model {printable(model)}" if model else "a call whose model is unknown"
+            mend = f"set one: --price '{printable(model) or '*'}=IN/OUT'"
+            why = f"there is a budget and {what} has no price; {mend}"
+            raise ProxyError("budget_exceeded", why)
+        if wanted:
+            await accounts.check_ledger()
+        if record.task and (task := accounts.task_of(record)) is not None:
+            wanted.append((task, prompt if request.is_stream else demand.tokens))
+            self.task = task if request.is_stream else None
+        if wanted:
+            began_at = self._clock()
+            left_s = accounts.settings.queue_timeout - record.timing.waited_s
+            try:
+                await accounts.budgets.reserve(wanted, max(0.001, left_s))
+            finally:
+                record.timing.limit_s += self._clock() - began_at
+        self._wanted = wanted
 
     async def enter(self, settings: Settings, chances: int = 0) -> None:
         """A turn at the gate."""
@@ -6771,7 +6660,6 @@ class Gateway:
         for upstream in self.upstreams:
             await upstream.start()
             upstream.llama.on_change = functools.partial(self._server_changed, upstream)
-            self.answers.spawn(upstream.meet())
 
     async def drain(self, limit_s: float = DRAIN_S) -> bool:
         """Refuse new calls, let those in flight finish. True if all did within `limit_s`."""
@@ -6929,7 +6817,8 @@ class Gateway:
         """Whose call is it? With client keys in the file, nobody else's passes."""
         request = record.request
         if not self.clients:
-            record.client = client_id(request.credential)
+            cookie = request.low.get("cookie", "")
+            record.client = client_id("\0".join(filter(None, (*request.api_keys(), cookie))))
         else:
             for key in request.api_keys():
                 client = self.clients.get(hashlib.sha256(bytes_of_text(key)).hexdigest())
@@ -7148,7 +7037,7 @@ class Gateway:
             await lease.reserve()
             await lease.enter(self.settings)
             self.accounts.opened(record)  # its row is journaled from here on
-            if record.reserved_micros and not self.accounts.budgets.is_empty:
+            if record.reserved_micros and self.accounts.budgets.all:
                 await self.accounts.check_ledger()
         plan, loads, began_at = self.plan(flight, lease), 0, self.clock()
         was_refused = False
@@ -7448,7 +7337,7 @@ class Gateway:
             prompt, weight = size // 3 if request.is_read else 0, 1
         elif request.doc and (
             size > 3000 or gate.tpm is not None or gate.pool or gate.queued or request.client
-            or record.task or not self.accounts.budgets.is_empty
+            or record.task or self.accounts.budgets.all
         ):  # fmt: skip
             prompt = target.learned.prompt_tokens(request.size)
         else:
@@ -7622,8 +7511,6 @@ class Gateway:
             self.counters.end(record)
             self.accounts.ended(record)
             self.on_call(record)
-        if ended and self.accounts.ledger is not None:
-            self.accounts.ledger.flush()
 
     # -- what is shown
 
@@ -7678,7 +7565,7 @@ class Gateway:
 @functools.lru_cache(1024)
 def client_id(credential: str) -> str:
     """A name for a caller's credential that does not tell it."""
-    if not credential.strip("\0"):
+    if not credential:
         return Record.client
     return hashlib.sha256(bytes_of_text(credential)).hexdigest()[:8]
 

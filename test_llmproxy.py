@@ -344,7 +344,7 @@ class Caller:
             assert not any(bucket.held for bucket in buckets if bucket is not None)
             assert not any(key.running for key in [*gate.pool, gate._own])
         budgets = self.gateway.accounts.budgets
-        assert not any(b.reserved for b in [*budgets.all(), *budgets.tasks.values()])
+        assert not any(b.reserved for b in [*budgets.all, *budgets.tasks.values()])
         for client in self.gateway.clients.values():
             assert not any(b.held for b in (client.rpm, client.tpm) if b is not None)
 
