@@ -988,14 +988,14 @@ class Bucket:
     def __init__(self, limit: int, clock: Clock = time.monotonic) -> None:
         self.limit, self.held, self._clock = limit, 0, clock
         self.bias = 1.0  # what calls used of late, for each token that they had reserved
-        self._spent: deque[list[Any]] = deque()  # amount, and when it is back; the oldest first
+        self.spent: deque[list[Any]] = deque()  # amount, and when it is back; the oldest first
         self._spent_sum = 0
 
     @property
     def used(self) -> int:
         now = self._clock()
-        while self._spent and self._spent[0][1] <= now:
-            self._spent_sum -= self._spent.popleft()[0]
+        while self.spent and self.spent[0][1] <= now:
+            self._spent_sum -= self.spent.popleft()[0]
         return math.ceil(self.held * max(1.0, self.bias)) + self._spent_sum
 
     def fits(self, amount: int) -> bool:
@@ -1005,7 +1005,7 @@ class Bucket:
     def spend(self, held: int, amount: int) -> list[Any]:
         """Of what was held, the upstream has counted `amount` by now."""
         self.held -= held
-        self._spent.append(spent := [amount, self._clock() + WINDOW_S])
+        self.spent.append(spent := [amount, self._clock() + WINDOW_S])
         self._spent_sum += amount
         return spent
 
@@ -1020,20 +1020,13 @@ class Bucket:
             ratio = min(max(used / reserved, 0.5), 2.0)  # one odd report shall not stop the rest
             self.bias = ratio if self.bias == 1.0 else self.bias + 0.3 * (ratio - self.bias)
 
-    def next_back_at(self) -> float:
-        """When the next part comes back; inf where running calls decide."""
-        return self._spent[0][1] if self.used and self._spent else math.inf
-
     def ready_at(self, amount: float) -> float:
         """When `amount` fits if nothing further is taken; inf where running calls decide."""
         need = self.used + min(amount * max(1.0, self.bias), self.limit) - self.limit
         if need <= 0:
             return self._clock()
-        for amount_, back_at in self._spent:
-            need -= amount_
-            if need <= 0:
-                return float(back_at)
-        return math.inf
+        sums = itertools.accumulate(amount for amount, _ in self.spent)
+        return next((s[1] for s, n in zip(self.spent, sums, strict=True) if n >= need), math.inf)
 
     def forecast_at(self, amount: float, service_s: float) -> float:
         """When so much will have been let through, by calls that take `service_s` each."""
@@ -1263,11 +1256,6 @@ class Adaptive:
         self._calm = 0  # answers until a 429 is another overload than the last
         self._answers, self._work, self._began_at = 0, 0.0, 0.0
 
-    @staticmethod
-    def work(prompt_tokens: int, output_tokens: int) -> float:
-        """What a call came to, in tokens written; one of a prompt costs a tenth of that."""
-        return prompt_tokens / 10 + output_tokens
-
     def done(self, work: float, is_full: bool) -> int:
         """A call has ended. `is_full`: the level held others back. Returns the level from now."""
         self._calm -= 1
@@ -1429,37 +1417,47 @@ class Demand:
 class Permit:
     """What the gate gives an attempt: slots, weight, a key, a part of rpm and tpm."""
 
-    __slots__ = (
-        "_gate", "_is_settled", "demand", "granted_at", "key", "places", "reservation", "was_sent",
-        "weight", "work",
-    )  # fmt: skip
-
-    def __init__(self, gate: Gate, demand: Demand, weight: int, key: Key, now: float) -> None:
-        self._gate, self.demand, self.weight, self.key = gate, demand, weight, key
-        self.granted_at, self.places = now, max(1, min(demand.places, gate.slots))
+    def __init__(self, gate: Gate, demand: Demand, key: Key) -> None:
+        self._gate, self.demand, self.key, self.granted_at = gate, demand, key, gate.clock()
+        self.places = max(1, min(demand.places, gate.slots))
+        self.weight = min(demand.weight, gate.capacity)
         self.work = 0.0  # what it came to, for the gate that looks for its best level
         self._is_settled = self.was_sent = False
-        self.reservation: Reservation | None = None
-        if gate.rpm or gate.tpm or key.rpm or key.tpm:
-            tokens = demand.prompt_tokens, demand.output_tokens
-            self.reservation = Reservation((gate.rpm, key.rpm), (gate.tpm, key.tpm), *tokens)
+        tokens = demand.prompt_tokens, demand.output_tokens
+        self.reservation = Reservation((gate.rpm, key.rpm), (gate.tpm, key.tpm), *tokens)
         for pause in key.active(demand.model):
             pause.trial = self
         key.running += 1
         key.calls += 1
+        gate.taken += self.places
+        gate.weight += self.weight
+        gate.permits.add(self)
 
     def begin(self) -> None:
-        """The answer begins, so the key is welcome."""
-        if self.reservation is not None:
-            self.reservation.begin()
-        if self.key.pauses:
-            self._gate.end_pauses(self)
+        """The answer begins, so the key is welcome: if it was tried out, it is as before."""
+        self.reservation.begin()
+        if (key := self.key).pauses:
+            key.pauses = {m: pause for m, pause in key.pauses.items() if pause.trial is not self}
+            self._gate.dispatch()
 
     def strike(self, reason: str, wait_s: float | None) -> None:
-        gate = self._gate
+        """The upstream refused a key for a model: nobody uses the two until `wait_s` from now.
+
+        Without `wait_s` the pause doubles with every strike. A strike also takes one chance of
+        each call that waits for this key and model to be welcome again: the one that tried it out
+        has asked for all of them.
+        """
+        gate, key, demand, now = self._gate, self.key, self.demand, self._gate.clock()
         if gate.adaptive is not None and reason == "429":
             gate.slots = gate.adaptive.overloaded()
-        gate.strike(self, reason, wait_s)
+        pause = key.pauses.setdefault(demand.model if reason != "401" else None, Pause(reason, now))
+        if self.granted_at >= pause.since or not pause.strikes:
+            pause.strikes, pause.since = pause.strikes + 1, now
+        if wait_s is None:
+            wait_s = BACKOFF_S * 2 ** min(pause.strikes - 1, 2) * random.uniform(1, 2)
+        pause.reason, pause.trial = reason, None
+        pause.until = max(pause.until, now + wait_s + random.uniform(0, BACKOFF_S))
+        gate.struck(self, reason)
 
     def refuse(self, status: str) -> bool:
         """The upstream answered 401 or 403; returns whether it is the key that it refuses.
@@ -1476,23 +1474,30 @@ class Permit:
         return True
 
     def settle(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Charge the flow what its call really used."""
         if not self._is_settled:
-            self._is_settled = True
-            self.work = Adaptive.work(prompt_tokens, output_tokens)
-            self._gate.settle(self.demand, prompt_tokens + output_tokens)
-            if self.reservation is not None:
-                self.reservation.settle(prompt_tokens, output_tokens)
+            self._is_settled, demand, gate = True, self.demand, self._gate
+            self.work = prompt_tokens / 10 + output_tokens  # reading costs a tenth of writing
+            tokens = prompt_tokens + output_tokens
+            tokens = min(tokens, 20 * max(500, demand.tokens))  # whatever an upstream reports
+            gate.refund(demand, (demand.tokens - tokens) / SHARES[demand.priority])
+            gate.used_share += 0.1 * (tokens / max(1, demand.tokens) - gate.used_share)
+            self.reservation.settle(prompt_tokens, output_tokens)
 
     def leave(self) -> None:
         """Give all back, once; where nothing was settled, the call has used no tokens."""
+        gate = self._gate
         if not self._is_settled:
-            self._gate.refund(self.demand)
-        if self.reservation is not None:
-            self.reservation.settle(requests=int(self.was_sent))
+            gate.refund(self.demand, self.demand.charge)
+        self.reservation.settle(requests=int(self.was_sent))
         for pause in self.key.active(self.demand.model):
             pause.trial = None if pause.trial is self else pause.trial
         self.key.running -= 1
-        self._gate.leave(self)
+        gate.permits.discard(self)
+        gate.taken -= self.places
+        gate.weight -= self.weight
+        gate.service_s += 0.1 * (gate.clock() - self.granted_at - gate.service_s)
+        gate.left(self.work)
 
 
 @dataclass(slots=True, eq=False)
@@ -1536,13 +1541,15 @@ class Gate:
         self.adaptive: Adaptive | None = None
         self.service_s = 1.0  # running mean of how long a permit is held
         self.used_share = 1.0  # and of what is used of the tokens that are reserved
-        self._own = Key("caller's own", clock=clock)
-        self._held_back: dict[str, Key] = {}  # clients whose own key is paused for some model
+        self.own: LruMap[Key] = LruMap(  # of callers, by client, where there is no pool
+            lambda client: Key("caller's own", clock=clock),
+            lambda key: not key.running and all(p.until < clock() for p in key.pauses.values()),
+        )
         self._queue: list[_Waiter] = []  # by place
         self._order = self._queued_tokens = 0
         self._virtual = 0.0
         self._finish: dict[tuple[str, str], float] = {}
-        self._clock = clock
+        self.clock = clock
         self._limited_at: float | None = None  # since when buckets or pauses hold the queue up
         self._limited_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -1562,8 +1569,8 @@ class Gate:
 
     def limit(self, rpm: int | None, tpm: int | None) -> None:
         """Change the buckets; what they have counted stays."""
-        self.rpm = rebucket(self.rpm, rpm, self._clock)
-        self.tpm = rebucket(self.tpm, tpm, self._clock)
+        self.rpm = rebucket(self.rpm, rpm, self.clock)
+        self.tpm = rebucket(self.tpm, tpm, self.clock)
         self.dispatch()
 
     def pause(self, is_paused: bool) -> None:
@@ -1587,7 +1594,7 @@ class Gate:
         if not self._queue and not self.is_paused and self._fits(demand):
             if (key := self._pick(demand)[0]) is not None:
                 self._virtual = self._charge(demand)
-                return self._grant(demand, key)
+                return Permit(self, demand, key)
         timing = timing or Timing()
         waiter = self._enqueue(demand, timing, queue_size, timeout_s, chances)
         self._time(waiter, timeout_s)
@@ -1607,12 +1614,12 @@ class Gate:
                 waiter.timer.cancel()
             limited_s = self._limited_total() - waiter.limited_s
             timing.limit_s += limited_s
-            timing.queue_s += self._clock() - waiter.entered_at - limited_s
+            timing.queue_s += self.clock() - waiter.entered_at - limited_s
 
     def _time(self, waiter: _Waiter, timeout_s: float) -> None:
         """Let a call wait so long, from when it came."""
         timeout_s += WINDOW_S * self._is_giant(waiter.demand)
-        left_s = timeout_s - (self._clock() - waiter.entered_at)
+        left_s = timeout_s - (self.clock() - waiter.entered_at)
         loop = asyncio.get_running_loop()
         waiter.timer = loop.call_later(left_s, self._expire, waiter, timeout_s)
 
@@ -1623,56 +1630,23 @@ class Gate:
                 waiter.timer.cancel()
             self._time(waiter, timeout_s)
 
-    def leave(self, permit: Permit) -> None:
-        self.permits.discard(permit)
+    def left(self, work: float) -> None:
+        """A permit has been given back."""
         if self.adaptive is not None:
             is_full = bool(self._queue) and not self._fits_slots(self._queue[0].demand)
-            self.slots = self.adaptive.done(permit.work, is_full)
-        self.taken -= permit.places
-        self.weight -= permit.weight
-        self.service_s += 0.1 * (self._clock() - permit.granted_at - self.service_s)
+            self.slots = self.adaptive.done(work, is_full)
         if self._queue:
             self.dispatch()
 
-    def settle(self, demand: Demand, tokens: int) -> None:
-        """Charge the flow what its call really used."""
-        tokens = min(tokens, 20 * max(500, demand.tokens))  # whatever an upstream reports
+    def refund(self, demand: Demand, charge: float) -> None:
+        """Its flow has not been served so much of what it was charged for."""
         if demand.flow in self._finish:
-            self._finish[demand.flow] += (tokens - demand.tokens) / SHARES[demand.priority]
-        self.used_share += 0.1 * (tokens / max(1, demand.tokens) - self.used_share)
+            self._finish[demand.flow] -= charge
 
-    def refund(self, demand: Demand) -> None:
-        """Its flow has not been served what it was charged for."""
-        if demand.flow in self._finish:
-            self._finish[demand.flow] -= demand.charge
-
-    def reject(self, circuit: Circuit, error: Callable[[], ProxyError]) -> None:
-        """Fail every waiting call of `circuit`."""
-        for waiter in [w for w in self._queue if w.demand.circuit is circuit]:
-            self._fail(waiter, error())
-        self.dispatch()
-
-    def strike(self, permit: Permit, reason: str, wait_s: float | None) -> None:
-        """The upstream refused a key for a model: nobody uses the two until `wait_s` from now.
-
-        Without `wait_s` the pause doubles with every strike. A strike also takes one chance of
-        each call that waits for this key and model to be welcome again: the one that tried it out
-        has asked for all of them.
-        """
-        key, demand, now = permit.key, permit.demand, self._clock()
-        if not self.pool:
-            if len(self._held_back) > MAX_MODELS:  # who rests may be forgotten
-                self._held_back = {c: k for c, k in self._held_back.items() if k.running or any(
-                    pause.until > now for pause in k.pauses.values())}  # fmt: skip
-            key = self._held_back.setdefault(demand.client, Key(demand.client, clock=self._clock))
-        pause = key.pauses.setdefault(demand.model if reason != "401" else None, Pause(reason, now))
-        if permit.granted_at >= pause.since or not pause.strikes:
-            pause.strikes, pause.since = pause.strikes + 1, now
-        if wait_s is None:
-            wait_s = BACKOFF_S * 2 ** min(pause.strikes - 1, 2) * random.uniform(1, 2)
-        pause.reason, pause.trial = reason, None
-        pause.until = max(pause.until, now + wait_s + random.uniform(0, BACKOFF_S))
-        for waiter in [w for w in self._queue if w.demand.model == demand.model or reason == "401"]:
+    def struck(self, permit: Permit, reason: str) -> None:
+        """Fail those who wait for what has just been refused, and can do so no longer."""
+        now, model = self.clock(), permit.demand.model
+        for waiter in [w for w in self._queue if w.demand.model == model or reason == "401"]:
             if (refusal := self.refusal(waiter.demand)) is not None:
                 self._fail(waiter, refusal)
             elif reason == "429" and waiter.chances and waiter.entered_at <= permit.granted_at:
@@ -1681,21 +1655,17 @@ class Gate:
                     why = "the upstream is over its limit"
                     self._fail(waiter, ProxyError("queue_timeout", why))
 
-    def end_pauses(self, permit: Permit) -> None:
-        """A call that tried its key out went well: the key is as before."""
-        key = permit.key
-        key.pauses = {m: pause for m, pause in key.pauses.items() if pause.trial is not permit}
-        if not key.pauses:
-            self._held_back.pop(key.name, None)
+    def reject(self, circuit: Circuit, error: Callable[[], ProxyError]) -> None:
+        """Fail every waiting call of `circuit`."""
+        for waiter in [w for w in self._queue if w.demand.circuit is circuit]:
+            self._fail(waiter, error())
         self.dispatch()
 
     def refusal(self, demand: Demand) -> ProxyError | None:
         """The error where every key of the pool has been refused by the upstream."""
-        model, now = demand.model, self._clock()
-        said = [
-            [p.reason for p in key.active(model) if p.until > now and p.reason in ("401", "403")]
-            for key in self.pool
-        ]
+        model, now = demand.model, self.clock()
+        pauses = ([p for p in key.active(model) if p.until > now] for key in self.pool)
+        said = [[p.reason for p in found if p.reason in ("401", "403")] for found in pauses]
         if not said or [] in said:
             return None
         again_s = min(key.free_at(model) for key in self.pool) - now
@@ -1705,13 +1675,13 @@ class Gate:
 
     def least_loaded(self) -> Key:
         """A key for a call that needs no permit."""
-        keys = [k for k in self.pool if not k.free_at("")] or self.pool or [self._own]
+        keys = [k for k in self.pool if not k.free_at("")] or self.pool
         return min(keys, key=lambda key: key.load)
 
     def waiting(self) -> list[tuple[str, str, int, float]]:
         """Client, priority, number of calls and seconds until the last of them goes."""
         last = {waiter.demand.flow: n for n, waiter in enumerate(self._queue)}
-        counts, now = Counter(waiter.demand.flow for waiter in self._queue), self._clock()
+        counts, now = Counter(waiter.demand.flow for waiter in self._queue), self.clock()
         return [
             (*flow, counts[flow], self._forecast_at(self._queue[place].demand, place) - now)
             for flow, place in last.items()
@@ -1719,20 +1689,20 @@ class Gate:
 
     def dispatch(self) -> None:
         """Let go who may: whenever anything has changed, or time has brought something back."""
-        now = self._clock()  # before the looks: what is held back by then shall not be forgotten
+        now = self.clock()  # before the looks: what is held back by then shall not be forgotten
         while (found := self._next()) is not None:
             waiter, key = found
             self._remove(waiter)
             if not waiter.future.done():  # else cancelled, its task has not run yet
                 self._virtual = max(self._virtual, waiter.place[0])
-                waiter.future.set_result(self._grant(waiter.demand, key))
+                waiter.future.set_result(Permit(self, waiter.demand, key))
         if self._limited_at is None:
             return
         # Buckets or pauses hold the queue up: time alone lets it go on.
-        keys = self.pool or list(self._held_back.values())
+        keys = self.pool or self.own.values()
         buckets = [self.rpm, self.tpm, *(b for key in keys for b in (key.rpm, key.tpm))]
         times = [p.until for key in keys for p in key.pauses.values()]
-        times += [bucket.next_back_at() for bucket in buckets if bucket is not None]
+        times += [b.spent[0][1] for b in buckets if b is not None and b.used and b.spent]
         if self._timer is not None:
             self._timer.cancel()
         if times := [at for at in times if now < at < math.inf]:
@@ -1741,7 +1711,7 @@ class Gate:
 
     def free_at(self, demand: Demand) -> float:
         """When the upstream takes calls like this again; 0: it does, or it has to be tried."""
-        keys = self.pool or [self._held_back.get(demand.client, self._own)]
+        keys = self.pool or [self.own[demand.client]]
         free_at = min(key.free_at(demand.model) for key in keys)
         return 0.0 if free_at == math.inf else free_at
 
@@ -1767,20 +1737,11 @@ class Gate:
 
     def _pick(self, demand: Demand) -> tuple[Key | None, bool]:
         """The key that a call would go with, and whether none may be used for its model."""
-        if not self.pool:
-            own = self._held_back.get(demand.client, self._own) if self._held_back else self._own
-            return (None, True) if own.pauses and own.free_at(demand.model) else (own, False)
-        free = [key for key in self.pool if not key.free_at(demand.model)]
+        keys = self.pool or [self.own[demand.client]]
+        free = [key for key in keys if not key.free_at(demand.model)]
         fitting = [key for key in free if key.fits(demand.tokens)]
         small = {k for k in fitting if k.tpm is not None and demand.tokens > k.tpm.limit}  # last
         return min(fitting, key=lambda key: (key in small, key.load), default=None), not free
-
-    def _grant(self, demand: Demand, key: Key) -> Permit:
-        permit = Permit(self, demand, min(demand.weight, self.capacity), key, self._clock())
-        self.taken += permit.places
-        self.weight += permit.weight
-        self.permits.add(permit)
-        return permit
 
     def _charge(self, demand: Demand) -> float:
         """Charge a call to its flow; returns its start tag."""
@@ -1793,7 +1754,7 @@ class Gate:
     def _enqueue(
         self, demand: Demand, timing: Timing, queue_size: int, timeout_s: float, chances: int
     ) -> _Waiter:
-        now = self._clock()
+        now = self.clock()
         if (refusal := self.refusal(demand)) is not None:
             raise refusal
         if (wait_s := self.free_at(demand) - now) > timeout_s:
@@ -1825,7 +1786,7 @@ class Gate:
         head, is_limited, queue = None, False, self._queue
         if self.tpm is not None or any(key.tpm is not None for key in self.pool):
             # A giant that has waited for long, wherever it stands: the others let it go first.
-            since = self._clock() - WINDOW_S / 2
+            since = self.clock() - WINDOW_S / 2
             giants = (w for w in queue if w.entered_at < since and self._is_giant(w.demand))
             queue = [*itertools.islice(giants, 1)] or queue
         for waiter in queue if self.taken < self.slots and not self.is_paused else ():
@@ -1843,19 +1804,19 @@ class Gate:
             if self._is_giant(head.demand) or (self.rpm is not None and not self.rpm.fits(1)):
                 break
         self._limited_s = self._limited_total()
-        self._limited_at = self._clock() if is_limited else None
+        self._limited_at = self.clock() if is_limited else None
         return None
 
     def _limited_total(self) -> float:
         since = self._limited_at
-        return self._limited_s + (0.0 if since is None else self._clock() - since)
+        return self._limited_s + (0.0 if since is None else self.clock() - since)
 
     def _remove(self, waiter: _Waiter, is_refunded: bool = False) -> None:
         self._queue.remove(waiter)
         self.queued_bytes -= waiter.demand.size_bytes
         self._queued_tokens -= waiter.demand.tokens
         if is_refunded and not waiter.chances:
-            self.refund(waiter.demand)
+            self.refund(waiter.demand, waiter.demand.charge)
 
     def _fail(self, waiter: _Waiter, error: ProxyError) -> None:
         self._remove(waiter, is_refunded=True)
@@ -1879,7 +1840,7 @@ class Gate:
         It supposes that a call holds its permit as long as calls did of late, and uses as large a
         part of the tokens that it reserves.
         """
-        now, service_s, pool = self._clock(), self.service_s, self.pool
+        now, service_s, pool = self.clock(), self.service_s, self.pool
         tokens = self._queued_tokens * calls / max(1, len(self._queue)) + demand.tokens
         for _, more in promised:
             calls, tokens = calls + 1, tokens + more
@@ -1901,7 +1862,7 @@ class Gate:
         The rejected keep their place until the time that they were told has come: else all who are
         rejected together would be told the same.
         """
-        now = self._clock()
+        now = self.clock()
         while self._promised and self._promised[0][0] <= now:
             self._promised.popleft()
         go_at = self._forecast_at(demand, calls, self._promised)
@@ -1920,6 +1881,7 @@ class TextSize:
     tokens: int = 0  # given as numbers
     blobs: int = 0  # images and the like, at a price of their own
     SAMPLE_CHARS: ClassVar = 16_384
+    LETTERS: ClassVar = string.ascii_letters.encode()
 
     @classmethod
     def of(cls, texts: list[str], blobs: int = 0, tokens: int = 0) -> TextSize:
@@ -1932,14 +1894,11 @@ class TextSize:
             units, wide = sample.ascii_units * scale, round(sample.wide * scale)
             return cls(units, wide, len(texts), chars, tokens, blobs)
         data = text.encode("ascii", "ignore")
-        rest = data.translate(None, _LETTERS)
+        rest = data.translate(None, cls.LETTERS)
         spaces, digits = rest.count(b" "), len(rest) - len(rest.translate(None, b"0123456789"))
         marks = len(rest) - spaces + digits  # a digit is mostly a token of its own: counted twice
         units = 0.215 * (len(data) - len(rest)) + 0.08 * spaces + 0.62 * marks
         return cls(units, len(text) - len(data), len(texts), len(text), tokens, blobs)
-
-
-_LETTERS = string.ascii_letters.encode()
 
 
 class Learned:
@@ -2233,14 +2192,6 @@ def _zstd() -> Any:
     return importlib.import_module("backports.zstd")
 
 
-@functools.lru_cache(4096)
-def _lower(name: bytes) -> str:
-    return name.decode("latin-1").lower()
-
-
-RawHeaders = tuple[tuple[bytes, bytes], ...]
-
-
 def bytes_of_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
@@ -2252,24 +2203,19 @@ class Headers:
     on, as they came, by name.
     """
 
-    __slots__ = ("_blocks", "lines", "low", "own")
-
-    def __init__(self, raw: RawHeaders, dropped: frozenset[str]) -> None:
+    def __init__(self, raw: tuple[tuple[bytes, bytes], ...], dropped: frozenset[str]) -> None:
         low: dict[str, str] = {}
         lines: list[tuple[str, bytes]] = []
-        own: list[str] = []
         for name, value in raw:
-            lower, text = _lower(name), value.decode("utf-8", "surrogateescape")
+            lower, text = name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape")
             low[lower] = text if lower not in low else f"{low[lower]}, {text}"
-            if lower[:11] == "x-llmproxy-":
-                own.append(lower)
-            elif lower not in dropped:
+            if lower not in dropped and lower[:11] != "x-llmproxy-":
                 lines.append((lower, b"%b: %b\r\n" % (name, value)))
         named = low.get("connection", "").lower()
         if named not in ("", "keep-alive", "close"):
             hop = {name.strip() for name in named.split(",")}
             lines = [line for line in lines if line[0] not in hop]
-        self.low, self.lines, self.own = low, lines, own
+        self.low, self.lines = low, lines
         self._blocks: dict[Any, bytes] = {}
 
     def block(
@@ -2519,11 +2465,6 @@ def is_event(data: bytes) -> bool:
     return bool(_DONE.search(data)) or json_at(event_data(data)) is not None
 
 
-def last_event_end(data: bytes) -> int:
-    """Where the last whole event ends; 0 where none does."""
-    return max((data.rfind(mark) + len(mark)) * (mark in data) for mark in _EVENT_ENDS)
-
-
 def _choices(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = doc.get("choices")
     return [c for c in found if isinstance(c, dict)] if isinstance(found, list) else []
@@ -2617,12 +2558,10 @@ class Events:
     def feed(self, chunk: bytes) -> bytes:
         if not self._held and chunk[-2:] == b"\n\n":
             return self._take(chunk)
-        seam = max(0, len(self._held) - 3)  # an end may lie across chunks
-        self._held += chunk
-        end = last_event_end(bytes(self._held[seam:]))
-        if not end and len(self._held) <= SLICE_BYTES:
-            return b""
-        return self.rest(seam + end if end else None)
+        seam, held = max(0, len(self._held) - 3), self._held  # an end may lie across chunks
+        held += chunk
+        end = max(held.rfind(m, seam) + len(m) if m in held[seam:] else 0 for m in _EVENT_ENDS)
+        return self.rest(end or None) if end or len(held) > SLICE_BYTES else b""
 
     def rest(self, end: int | None = None) -> bytes:
         """What is held up to there; at the end of a stream, all that it still had to say."""
@@ -5917,7 +5856,7 @@ class Lease:
         """The attempt was none, but for the upstream's count of requests."""
         self.record.attempts -= 1
         self.attempts -= 1
-        if self.permit is not None and self.permit.reservation is not None:
+        if self.permit is not None:
             self.permit.reservation.again()
 
     def begin(self, head: Head) -> None:
@@ -6749,8 +6688,7 @@ class Gateway:
             self.check_host(request.host, is_loopback(self.settings.host))
             if len(self._hosts) < MAX_MODELS:
                 self._hosts.add(request.host)
-        if request.headers.own:
-            self._own_headers(record)
+        self._own_headers(record)
         if is_preflight:
             return
         if self.is_draining:
@@ -6790,7 +6728,7 @@ class Gateway:
     @staticmethod
     def _own_headers(record: Record) -> None:
         request = record.request
-        for name in request.headers.own:
+        for name in [name for name in request.low if name[:11] == "x-llmproxy-"]:
             value, allowed = request.low[name], OWN_HEADERS.get(name)
             if allowed is None:
                 known = ", ".join(sorted(OWN_HEADERS))

@@ -342,7 +342,7 @@ class Caller:
             buckets = [gate.rpm, gate.tpm, *(b for key in gate.pool for b in (key.rpm, key.tpm))]
             assert (gate.weight, gate.queued_bytes, gate.taken, gate.permits) == (0, 0, 0, set())
             assert not any(bucket.held for bucket in buckets if bucket is not None)
-            assert not any(key.running for key in [*gate.pool, gate._own])
+            assert not any(key.running for key in [*gate.pool, *gate.own.values()])
         budgets = self.gateway.accounts.budgets
         assert not any(b.reserved for b in [*budgets.all, *budgets.tasks.values()])
         for client in self.gateway.clients.values():
