@@ -2206,16 +2206,19 @@ class Headers:
     def __init__(self, raw: tuple[tuple[bytes, bytes], ...], dropped: frozenset[str]) -> None:
         low: dict[str, str] = {}
         lines: list[tuple[str, bytes]] = []
+        own: list[str] = []
         for name, value in raw:
             lower, text = name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape")
             low[lower] = text if lower not in low else f"{low[lower]}, {text}"
-            if lower not in dropped and lower[:11] != "x-llmproxy-":
+            if lower[:11] == "x-llmproxy-":
+                own.append(lower)
+            elif lower not in dropped:
                 lines.append((lower, b"%b: %b\r\n" % (name, value)))
         named = low.get("connection", "").lower()
         if named not in ("", "keep-alive", "close"):
             hop = {name.strip() for name in named.split(",")}
             lines = [line for line in lines if line[0] not in hop]
-        self.low, self.lines = low, lines
+        self.low, self.lines, self.own = low, lines, own
         self._blocks: dict[Any, bytes] = {}
 
     def block(
@@ -2727,8 +2730,10 @@ def carries(text: str, key: str) -> bool:
     return False
 
 
-def without_lines(block: bytes, keys: Iterable[str]) -> bytes:
+def without_lines(block: bytes, keys: tuple[str, ...]) -> bytes:
     """Header lines, but for those that carry one of these keys."""
+    if not keys:
+        return block
     lines = block.splitlines(keepends=True)
     texts = (line.decode("utf-8", "surrogateescape") for line in lines)
     odd = [any(carries(text, key) for key in keys) for text in texts]
@@ -6688,7 +6693,8 @@ class Gateway:
             self.check_host(request.host, is_loopback(self.settings.host))
             if len(self._hosts) < MAX_MODELS:
                 self._hosts.add(request.host)
-        self._own_headers(record)
+        if request.headers.own:
+            self._own_headers(record)
         if is_preflight:
             return
         if self.is_draining:
@@ -6728,7 +6734,7 @@ class Gateway:
     @staticmethod
     def _own_headers(record: Record) -> None:
         request = record.request
-        for name in [name for name in request.low if name[:11] == "x-llmproxy-"]:
+        for name in request.headers.own:
             value, allowed = request.low[name], OWN_HEADERS.get(name)
             if allowed is None:
                 known = ", ".join(sorted(OWN_HEADERS))
