@@ -43,7 +43,6 @@ import gc
 import glob
 import gzip
 import hashlib
-import heapq
 import hmac
 import http.client
 import importlib
@@ -640,9 +639,13 @@ def default_text(item: dataclasses.Field[Any]) -> str:
     return shown_value(item, [] if item.metadata["many"] else item.default)
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name.replace("_", "-"), list(known), 1)
-    return f"unknown name {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"unknown name {name!r}{did_you_mean(name.replace('_', '-'), known)}"
 
 
 def default_config_path(env: Mapping[str, str]) -> Path:
@@ -675,8 +678,7 @@ def load_settings(
     for variable in sorted(name for name in env if name.startswith("LLMPROXY_")):
         # Kubernetes describes a service of our name so.
         if variable not in known and not re.search(r"_(SERVICE|PORT)_", variable):
-            near = difflib.get_close_matches(variable, known, 1)
-            mend = f"; did you mean {near[0]}?" if near else ""
+            mend = did_you_mean(variable, known)
             log.warning("%s is the variable of no setting%s", printable(variable), mend)
     where = settings.given.get("upstream", "")
     if where.startswith(("--", "LLMPROXY_")):  # goes before the file's
@@ -8673,11 +8675,11 @@ class CallLog:
     `keys` gives each different request a number; the columns hold one number a call.
     """
 
-    def __init__(self, prices: Prices, keeps_words: bool, window_s: float) -> None:
-        self._prices, self._keeps_words, self._window_s = prices, keeps_words, window_s
+    def __init__(self, prices: Prices, keeps_words: bool) -> None:
+        self._prices, self._keeps_words = prices, keeps_words
         self.keys: dict[bytes, int] = {}
         self.words: dict[int, str] = {}  # the first of a request
-        self.at, self.span_s = array("d"), array("d")  # NaN: not known
+        self.at = array("d")  # NaN: not known
         self.key, self.client = array("I"), array("I")
         self.tokens, self.micros = array("Q"), array("Q")
         self.lines = self.bad_lines = self.estimated = self.unpriced = 0
@@ -8697,14 +8699,11 @@ class CallLog:
                     self.first_bad = self.first_bad or f"line {number}: {why}"
 
     def add(self, doc: dict[str, Any]) -> None:
-        """One record: a conversation, a line of a batch, or a call that the proxy logged."""
-        if isinstance(doc.get("conversation"), list):
-            self._add_conversation(doc)
-            return
+        """One record: a line of a batch, or a call that the proxy logged."""
         body, answer = doc.get("body") or doc.get("request"), doc.get("answer")
         body = json.loads(body) if isinstance(body, str) else body
         if not isinstance(body, dict):
-            raise ValueError("no call: wants body, request, messages or conversation")
+            raise ValueError("no call: wants body or request")
         answer = _dict(doc, "response").get("body", answer)
         usage, url = None, str(doc.get("url") or doc.get("path") or "")
         if isinstance(answer, dict) and isinstance(answer.get("usage"), dict):
@@ -8714,52 +8713,22 @@ class CallLog:
             usage = Usage(*counts, is_estimated=bool(doc.get("tokens_estimated")))
         if usage is None:
             usage = Usage(round(measure(body).chars / 3), 0, 0, is_estimated=True)
-        key = hashlib.blake2b(url.encode("utf-8", "replace") + (canonical(body) or b""))
-        at = _instant(doc.get("time_unix", doc.get("timestamp", doc.get("created_at"))))
-        total_ms: Any = doc.get("total_ms")
-        is_number = type(total_ms) in (int, float) and 0 <= total_ms < 1e12  # NaN is not
-        span_s = total_ms / 1000 if is_number else None
-        words = ""
-        if self._keeps_words:
+        digest = hashlib.blake2b(url.encode("utf-8", "replace") + (canonical(body) or b"")).digest()
+        key = self.keys.setdefault(digest, len(self.keys))
+        price = self._prices.of(str(body.get("model", "")))
+        if self._keeps_words and key not in self.words:
             said = body.get("messages") or body.get("prompt") or body.get("input") or ""
             said = said[-1].get("content") if isinstance(said, list) and said else said
-            words = (said if isinstance(said, str) else json.dumps(said))[:80]
-        client, model = str(doc.get("client") or body.get("user") or ""), str(body.get("model", ""))
-        self._put(key.digest(), model, usage, client, at=at, span_s=span_s, words=words)
-
-    def _add_conversation(self, doc: dict[str, Any]) -> None:
-        """Each answer of a conversation was a call, with all that was said before it."""
-        model, at = str(doc.get("model") or ""), _instant(doc.get("timestamp"))
-        client = str(doc.get("hashed_ip") or doc.get("user_id") or doc.get("user") or "")
-        digest, chars, words = hashlib.blake2b(model.encode()), 0, ""
-        for message in doc["conversation"]:
-            role, text = message.get("role"), message.get("content") or ""
-            if role == "assistant":
-                usage = Usage(round(chars / 3), 0, round(len(text) / 3), is_estimated=True)
-                said_at = _instant(message.get("timestamp"))
-                at = at if said_at is None else said_at
-                asked = digest.digest()
-                self._put(asked, model, usage, client, at=at, span_s=None, words=words)
-            elif self._keeps_words and not words:
-                words = text[:80]
-            digest.update(f"\0{role}\0{text}".encode("utf-8", "replace"))
-            chars += len(text)
-
-    def _put(
-        self, digest: bytes, model: str, usage: Usage, client: str, *, at: float | None,
-        span_s: float | None, words: str,
-    ) -> None:  # fmt: skip
-        price, key = self._prices.of(model), self.keys.setdefault(digest, len(self.keys))
+            self.words[key] = (said if isinstance(said, str) else json.dumps(said))[:80]
+        client = str(doc.get("client") or body.get("user") or "")
+        at = _instant(doc.get("time_unix", doc.get("timestamp", doc.get("created_at"))))
         self.at.append(math.nan if at is None else at)
         self.client.append(self._clients.setdefault(client, len(self._clients)))
         self.key.append(key)
         self.tokens.append(usage.total)
         self.micros.append(0 if price is None else price.cost(usage))
-        self.span_s.append(usage.completion * TOKEN_S_UNLEARNED if span_s is None else span_s)
         self.estimated += usage.is_estimated
         self.unpriced += price is None
-        if words:
-            self.words.setdefault(key, words)
 
     def _repeats(self, order: list[int], window_s: float, shares: bool) -> list[int]:
         """Calls that an answer kept for so long would have served; `shares`: among all clients.
@@ -8777,23 +8746,6 @@ class CallLog:
                 asked_at[key] = at
         return repeats
 
-    def _peaks(self, order: list[int], without: Iterable[int]) -> dict[str, int]:
-        """The most tokens that began within 60 s, and the most calls that ran at once."""
-        left_out, span, ends = set(without), deque[int](), list[float]()
-        tokens = most_tokens = most_calls = 0
-        for n in order:
-            if n in left_out or math.isnan(at := self.at[n]):
-                continue
-            span.append(n)
-            tokens += self.tokens[n]
-            while self.at[span[0]] <= at - WINDOW_S:
-                tokens -= self.tokens[span.popleft()]
-            while ends and ends[0] <= at:
-                heapq.heappop(ends)
-            heapq.heappush(ends, at + self.span_s[n])
-            most_tokens, most_calls = max(most_tokens, tokens), max(most_calls, len(ends))
-        return {"tpm": most_tokens, "concurrency": most_calls}
-
     def report(self) -> dict[str, Any]:
         has_times, windows = not any(map(math.isnan, self.at)), []
         order = sorted(range(len(self.at)), key=self.at.__getitem__) if has_times else (
@@ -8807,7 +8759,6 @@ class CallLog:
                 row[f"usd_saved{whose}"] = sum(self.micros[n] for n in calls) / 1e6
             windows.append(row)
         digests, most = list(self.keys), Counter(self.key).most_common(10)
-        kept = self._repeats(order, self._window_s if has_times else math.inf, False)
         return {
             "calls": len(order), "different": len(self.keys), "clients": len(self._clients),
             "lines": self.lines, "bad_lines": self.bad_lines, "first_bad": self.first_bad,
@@ -8817,8 +8768,6 @@ class CallLog:
                 {"hash": digests[key].hex()[:12], "calls": count, "words": self.words.get(key, "")}
                 for key, count in most if count > 1
             ],
-            "needed": self._peaks(order, ()), "needed_with_dedup": self._peaks(order, kept),
-            "dedup_window_s": self._window_s,
         }  # fmt: skip
 
 
@@ -8871,10 +8820,6 @@ def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
     plain_console().print(table_of(names, rows, names[1:]))
     if report["unpriced_calls"]:
         print(f"  {report['unpriced_calls']} calls have no price; see --price and --prices")
-    for name, what in (("needed", "as logged"), ("needed_with_dedup", "with dedup")):
-        tpm, calls = report[name]["tpm"], report[name]["concurrency"]
-        if report["has_times"]:
-            print(f"would have needed {what}: tpm {tpm}, concurrency {calls}")
     if report["most_repeated"]:
         print("\nmost repeated" + ("" if shows_words else "; --show tells their first words"))
     for row in report["most_repeated"]:
@@ -8897,10 +8842,8 @@ class _Parser(argparse.ArgumentParser):
         if flag in COMMANDS:
             self.error(f"the command comes first: llmproxy {printable(flag)} ...")
         known = [name for action in self._actions for name in action.option_strings]
-        near = difflib.get_close_matches(flag, known if flag[:1] == "-" else [*known, *COMMANDS], 1)
-        what = "flag" if flag.startswith("-") else "word"
-        mend = f"; did you mean {near[0]}?" if near else ""
-        self.error(f"unknown {what} {printable(flag)}{mend}")
+        mend = did_you_mean(flag, known if flag[:1] == "-" else [*known, *COMMANDS])
+        self.error(f"unknown {'flag' if flag[:1] == '-' else 'word'} {printable(flag)}{mend}")
 
 
 Args = Iterable[tuple[str, dict[str, Any]]]  # as argparse takes them
@@ -9139,8 +9082,8 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> dict
 
 @Command("replay", "what dedup would have saved, from logs of calls", (
     ("file", {"metavar": "FILE", "help":
-        "JSONL or JSONL.gz, - for stdin: OpenAI batch input, lists of conversations "
-        "(WildChat), bodies with time_unix and client; or a ledger kept with log-bodies"}),
+        "JSONL or JSONL.gz, - for stdin: OpenAI batch input, or request with time_unix and "
+        "client; or a ledger kept with log-bodies"}),
     ("--show", {"action": "store_true", "help": "show the first words of what is repeated most"}),
     _AS_JSON,
 ), """examples:
@@ -9149,8 +9092,7 @@ async def _bench(args: argparse.Namespace, speed: float, limit_s: float) -> dict
   llmproxy replay ~/.local/state/llmproxy/llmproxy.db    kept with log-bodies = on""",
     takes_settings=True)  # fmt: skip
 def _replay(args: argparse.Namespace) -> int:
-    settings = _settings_of(args)
-    calls = CallLog(Prices(settings), args.show, settings.dedup_window)
+    calls = CallLog(Prices(_settings_of(args)), args.show)
     try:
         calls.read(log_lines(args.file))
     except (OSError, EOFError, zlib.error, sqlite3.Error) as error:

@@ -5665,7 +5665,7 @@ def test_replay_counts_repeats_and_reads_every_kind_of_log(tmp_path: Path) -> No
         out = cli("replay", str(tmp_path / name), *flags, "--json", code=code)
         return json.loads(out) if not code else out
 
-    usage: dict[str, Any] = {"tokens_in": 100, "tokens_out": 10, "total_ms": 2000}
+    usage: dict[str, Any] = {"tokens_in": 100, "tokens_out": 10}
     asked = ((1000, "x"), (1030, "x"), (1070, "x"), (1400, "x"), (1401, "x", "b"), (1402, "other"),
              (90000, "x"))  # fmt: skip
     lines = ["", "[1]", "garbage", *(line(*one, **usage) for one in asked[::-1])]  # in any order
@@ -5677,7 +5677,6 @@ def test_replay_counts_repeats_and_reads_every_kind_of_log(tmp_path: Path) -> No
     assert found == {"1 min": (1, 1), "5 min": (2, 1), "1 h": (3, 1), "24 h": (3, 1), "all": (4, 1)}
     minute = report["windows"][0]
     assert (minute["tokens_saved"], minute["usd_saved"]) == (110, 0.002)
-    assert report["needed"] == report["needed_with_dedup"] == {"tpm": 330, "concurrency": 2}
     (most,) = report["most_repeated"]
     assert (most["calls"], most["words"]) == (6, "x") and most["hash"]
     text = cli("replay", str(tmp_path / "log"))
@@ -5686,9 +5685,8 @@ def test_replay_counts_repeats_and_reads_every_kind_of_log(tmp_path: Path) -> No
     assert replayed("log.gz", data)["calls"] == 7
     done = subprocess.run([*PROXY, "replay", "-", "--json"], input=data, capture_output=True)
     assert json.loads(done.stdout)["calls"] == 7
-    odd = [line(5, "x", total_ms=math.nan), line(math.inf, "x", total_ms=-1)]
-    odd += [line(1, "y", time_unix="1700000000.5")]
-    assert replayed("odd", odd)["calls"] == 3
+    odd = [line(math.inf, "x"), line(1, "y", time_unix="1700000000.5")]
+    assert replayed("odd", odd)["calls"] == 2
     for bad in (data[:-9], b"", b"\0\xff" * 99, None):
         replayed("absent" if bad is None else "bad", bad, code=1)
 
@@ -5702,13 +5700,6 @@ def test_replay_counts_repeats_and_reads_every_kind_of_log(tmp_path: Path) -> No
     assert [report[n] for n in ("calls", "different", "has_times")] == [3, 2, False]
     assert [w["window"] for w in report["windows"]] == ["all"]
     assert report["windows"][0]["tokens_saved"] == 12 and report["estimated_calls"] == 2
-    said = (("user", "hi", None), ("assistant", "yes", "2024-01-01T00:00:00+00:00"),
-            ("user", "more", None), ("assistant", "no", "2024-01-01T00:02:00+00:00"))  # fmt: skip
-    turns = [{"role": role, "content": text, "timestamp": at} for role, text, at in said]
-    wild = [{"conversation": turns, "model": "m", "hashed_ip": ip} for ip in ("a", "a", "b")]
-    report = replayed("wild", wild)
-    assert [report[n] for n in ("calls", "different", "has_times")] == [6, 2, True]
-    assert (report["windows"][0]["same_client"], report["windows"][0]["other_client"]) == (2, 2)
 
 
 async def test_replay_reads_the_ledger(tmp_path: Path) -> None:
