@@ -7755,10 +7755,11 @@ class Remote(Operator):
     async def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """One request. Raises CannotError: nobody answers there, or the answer is no."""
         headers = {"Authorization": f"Bearer {self._admin_key}"} if self._admin_key else None
+        is_far = not is_loopback(URL(self.url).host or "")  # only then by http_proxy
         try:
             async with (
                 asyncio.timeout(10),
-                aiohttp.ClientSession(trust_env=True) as session,
+                aiohttp.ClientSession(trust_env=is_far) as session,
                 session.request(
                     method, f"{self.url}{ADMIN}{path}", json=body, headers=headers
                 ) as response,

@@ -5587,7 +5587,8 @@ def test_get_set_and_top_speak_with_a_running_daemon(tmp_path: Path, mock_url: s
     with process(*ON_MOCK, "--config", str(config), "--admin-key", "k-1") as (_, url):
 
         def run(words: str, code: int = 0) -> str:
-            return cli(*words.split(), "--url", url, "--admin-key", "k-1", code=code)
+            far = {"http_proxy": "http://127.0.0.1:9"}  # not for what is near
+            return cli(*words.split(), "--url", url, "--admin-key", "k-1", code=code, env=far)
 
         assert run("get timeout") == "30.0\n" and "k-1" not in run("get")
         assert "queue-size           1000" in run("get")
