@@ -1124,8 +1124,15 @@ class Attempt:
             self.is_over = True
             self.circuit.record(self, ok)
 
-    ok, failed = functools.partialmethod(_end, True), functools.partialmethod(_end, False)
-    neutral = functools.partialmethod(_end, None)  # the caller left, or nothing was learned
+    def ok(self) -> None:
+        self._end(True)
+
+    def failed(self) -> None:
+        self._end(False)
+
+    def neutral(self) -> None:
+        """The caller left, or nothing was learned."""
+        self._end(None)
 
 
 class Circuit:
@@ -1739,7 +1746,9 @@ class Gate:
 
     def _pick(self, demand: Demand) -> tuple[Key | None, bool]:
         """The key that a call would go with, and whether none may be used for its model."""
-        keys = self.pool or [self.own[demand.client]]
+        keys = self.pool or [own := self.own[demand.client]]
+        if not self.pool and not own.pauses:
+            return own, False
         free = [key for key in keys if not key.free_at(demand.model)]
         fitting = [key for key in free if key.fits(demand.tokens)]
         small = {k for k in fitting if k.tpm is not None and demand.tokens > k.tpm.limit}  # last
@@ -2415,24 +2424,29 @@ def _dict(doc: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _whole(doc: Mapping[str, Any], name: str) -> int:
-    value = whole_number(doc.get(name)) or 0
-    return value if value < MAX_TOKENS else 0
+    value = doc.get(name)
+    value = value if type(value) is int else whole_number(value) or 0
+    return value if 0 <= value < MAX_TOKENS else 0
 
 
 def json_at(text: str | bytes) -> Any:
     """The JSON at the beginning of a text; None where there is none."""
-    with contextlib.suppress(ValueError, RecursionError):
-        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    try:
         return _JSON.raw_decode(text.lstrip(" \r\n\t:"))[0]
-    return None
+    except (ValueError, RecursionError):
+        return None
+
+
+_OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 
 
 def max_tokens(doc: Mapping[str, Any]) -> int | None:
     """The larger of all limits on the output that a body names, in any API's words."""
-    names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
-    values = [doc.get(name) for name in names]
-    values.append(_dict(doc, "generationConfig").get("maxOutputTokens"))
-    values.append(_dict(doc, "options").get("num_predict"))
+    values = [value for name in _OUTPUT_LIMITS if (value := doc.get(name)) is not None]
+    if "generationConfig" in doc or "options" in doc:
+        values.append(_dict(doc, "generationConfig").get("maxOutputTokens"))
+        values.append(_dict(doc, "options").get("num_predict"))
     found = [number for value in values if (number := whole_number(value)) is not None]
     return min(max(found), 2**31) if found else None
 
@@ -2642,9 +2656,10 @@ def _usage_of(text: str) -> Usage | None:
 
 
 def _usage_from(usage: dict[str, Any]) -> Usage:
-    inner = _dict(usage, "prompt_tokens_details") or _dict(usage, "input_tokens_details")
-    output = _dict(usage, "completion_tokens_details") or _dict(usage, "output_tokens_details")
-    reasoning, cached = _whole(output, "reasoning_tokens"), _whole(inner, "cached_tokens")
+    inner = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    output = usage.get("completion_tokens_details") or usage.get("output_tokens_details")
+    cached = _whole(inner, "cached_tokens") if isinstance(inner, dict) else 0
+    reasoning = _whole(output, "reasoning_tokens") if isinstance(output, dict) else 0
     if "prompt_tokens" in usage:
         prompt, completion = _whole(usage, "prompt_tokens"), _whole(usage, "completion_tokens")
         return Usage(prompt, cached, completion, reasoning)
@@ -2815,11 +2830,13 @@ def is_loopback(host: str) -> bool:
     return False
 
 
+_VERSION_END = re.compile(r"/v\d+[a-z]*\d*(?:/openai)?$")
+
+
 def join_path(base: str, raw_path: str) -> str:
     """The upstream's target; a version at the base's end stands for the path's /v1."""
-    if re.search(r"/v\d+[a-z]*\d*(?:/openai)?$", base) and re.match(r"/v1(?![^/?])", raw_path):
-        raw_path = raw_path[3:]
-    return base + raw_path
+    is_v1 = raw_path[:3] == "/v1" and raw_path[3:4] in ("", "/", "?")
+    return base + (raw_path[3:] if base and is_v1 and _VERSION_END.search(base) else raw_path)
 
 
 ###############################################################################
@@ -2850,7 +2867,7 @@ class Price:
 
     def cost(self, usage: Usage, doc: Mapping[str, Any] | None = None) -> int:
         """What a call cost that used so much, and asked for `doc`."""
-        price = self.of(usage.prompt)
+        price = self.of(usage.prompt) if self.tiers else self
         long = min(usage.written_1h, usage.written) if price.written_1h is not None else 0
         fresh = max(0, usage.prompt - usage.cached - usage.written)
         cost = fresh * price.prompt + usage.cached * price.cached
@@ -2860,7 +2877,7 @@ class Price:
 
     def worst(self, prompt_tokens: int, output_tokens: int, doc: Mapping[str, Any]) -> int:
         """The most that a call can cost: all of its prompt may be written to a cache."""
-        price = self.of(prompt_tokens)
+        price = self.of(prompt_tokens) if self.tiers else self
         dearest = max(price.prompt, price.written, price.written_1h or 0.0)
         cost = prompt_tokens * dearest + output_tokens * price.completion
         return min(math.ceil(cost + self.pieces(doc)), 2**50)
@@ -4564,7 +4581,8 @@ class Request:
         self.route, self.name = find_route(self.method, path)
         self.dialect = self.route.dialect if self.route is not None else (
             "anthropic" if "anthropic-version" in low else "openai")  # fmt: skip
-        parts = (part.partition("=") for part in low.get("cache-control", "").lower().split(","))
+        said = low["cache-control"].lower().split(",") if "cache-control" in low else ()
+        parts = [part.partition("=") for part in said]
         self.directives = {name.strip(): value.strip().strip('"') for name, _, value in parts}
         self.has_new_trace, trace = False, low.get("x-request-id", "")
         if not (trace and _TRACE.fullmatch(trace)):
@@ -4581,7 +4599,7 @@ class Request:
             if value := self.low.get(name):
                 is_bearer = name == "authorization" and value[:7].lower() == "bearer "
                 yield value[7:].strip() if is_bearer else value
-        for key in re.findall(r"[?&]key=([^&]*)", self.raw_path):
+        for key in re.findall(r"[?&]key=([^&]*)", self.raw_path) if "?" in self.raw_path else ():
             yield urllib.parse.unquote(key)
 
     @functools.cached_property
@@ -5933,8 +5951,9 @@ class Lease:
 
     def _settle_budgets(self) -> None:
         wanted, self._wanted = self._wanted, []
-        tokens = self._due_tokens - self._metered_tokens
-        self._accounts.budgets.settle(wanted, self._due_micros, tokens)
+        if wanted:
+            tokens = self._due_tokens - self._metered_tokens
+            self._accounts.budgets.settle(wanted, self._due_micros, tokens)
         self._due_micros = self._due_tokens = self._metered_tokens = 0
         self.task = None
 
@@ -6848,7 +6867,7 @@ class Gateway:
 
     @staticmethod
     def _name_model(request: Request, model: str) -> None:
-        if any(key in model for key in request.own_keys):
+        if request.own_keys and any(key in model for key in request.own_keys):
             raise ProxyError("invalid_request", "a key is no model")
         request.model = model[:200]
 
