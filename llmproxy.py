@@ -4448,14 +4448,14 @@ class Upstream:
     # -- requests
 
     async def open(
-        self, method: str, raw_path: str, block: bytes, body: bytes | None = b"", *,
+        self, method: str, raw_path: str, block: bytes, body: bytes = b"", *,
         first_s: float = HEALTH_LIMIT_S, total_s: float | None = None, patience_s: float = 0.0,
         is_fresh: bool = False,
     ) -> Link:  # fmt: skip
         """Send a request; returns its connection, on which the answer has not begun yet.
 
-        `body`: None where it is sent by whoever calls. `is_fresh`: not on a pooled connection,
-        which the upstream may just be closing.
+        `block` says how long the body is. `is_fresh`: not on a pooled connection, which the
+        upstream may just be closing.
         """
         try:
             link = await self._pool.take(self._settings.connect_timeout, is_fresh)
@@ -4467,15 +4467,12 @@ class Upstream:
         link.patience_s = patience_s
         target = self._origin + join_path(self._base_path, raw_path)
         line = bytes_of_text(f"{method} {target} HTTP/1.1\r\nHost: {self._host}\r\n")
-        if body or (body is not None and method not in ("GET", "HEAD", "OPTIONS")):
-            block += b"Content-Length: %d\r\n" % len(body)
         if link.transport is None:
             link.fail(aiohttp.ServerDisconnectedError())
         else:
-            is_large = body is not None and len(body) > SLICE_BYTES  # then it is not copied
-            parts = (line, block, b"\r\n", b"" if is_large else body or b"")
-            link.transport.write(b"".join(parts))
-            if is_large and body is not None:
+            is_large = len(body) > SLICE_BYTES  # then it is not copied
+            link.transport.write(b"".join((line, block, b"\r\n", b"" if is_large else body)))
+            if is_large:
                 link.transport.write(body)
         return link
 
@@ -4488,6 +4485,8 @@ class Upstream:
         Raises NO_ANSWER: `explain` says what they mean.
         """
         is_fresh = False
+        if body or method not in ("GET", "HEAD", "OPTIONS"):
+            block += b"Content-Length: %d\r\n" % len(body)
         while True:
             link = await self.open(method, raw_path, block, body, is_fresh=is_fresh, **limits)
             sent_at = time.monotonic()
@@ -4578,6 +4577,7 @@ class Request:
         low = self.low = self.headers.low
         self.host, self.origin = authority or low.get("host", "localhost"), low.get("origin")
         self.is_admin = path.startswith(ADMIN)
+        self.is_preflight = self.method == "OPTIONS" and self.origin is not None
         self.route, self.name = find_route(self.method, path)
         self.dialect = self.route.dialect if self.route is not None else (
             "anthropic" if "anthropic-version" in low else "openai")  # fmt: skip
@@ -6062,7 +6062,7 @@ class Exchange:
         block += framing.encode() + b"\r\n"
         # It cannot be sent twice, so it never rides on a connection that may just be closing.
         self._link = link = await self._upstream.open(
-            method, plan.raw_path, block, None, is_fresh=True, **limits
+            method, plan.raw_path, block, is_fresh=True, **limits
         )
 
         async def send() -> None:
@@ -6395,12 +6395,14 @@ class Control:
             client = known.get(rule.name) or Client(rule, gateway.clock)
             client.limit(rule)
             gateway.clients[rule.key_sha256] = client
-        if changed.queue_timeout != settings.queue_timeout:
-            for upstream in gateway.upstreams:
-                upstream.gate.retime(changed.queue_timeout)
+        is_retimed = changed.queue_timeout != settings.queue_timeout
         for name in (*SETTINGS, *self.TABLES, "given"):
             setattr(settings, name, getattr(changed, name))
-        gateway.settings_changed()
+        for upstream in gateway.upstreams:
+            if is_retimed:
+                upstream.gate.retime(settings.queue_timeout)
+            upstream.resize()
+        gateway.flights.shrink(settings.cache_bytes)
 
     def pause(self, is_paused: bool) -> str:
         self.is_paused = is_paused
@@ -6585,9 +6587,6 @@ class Job:
 class Gateway:
     """Guards, reads and joins; gets flights their answers."""
 
-    # Our own errors for which a fallback is asked, besides failures of the upstream.
-    OUTAGES = frozenset(("circuit_open", "upstream_key_refused"))
-
     def __init__(self, settings: Settings, clock: Clock = time.monotonic) -> None:
         self.settings, self.clock = settings, clock
         self.counters = Counters(clock)
@@ -6611,11 +6610,8 @@ class Gateway:
         self.on_call: Callable[[Record], None] = lambda record: None
         self.in_flight = 0  # calls that are with an upstream now
         self.callers: set[Record] = set()  # who wait for an answer
-        self.flying: set[asyncio.Task[None]] = set()
         self._ended: list[Record] = []  # and not counted yet
-        self._fold_timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._hosts: set[str] = set()  # that have passed the guard
 
     # -- its life
 
@@ -6638,7 +6634,7 @@ class Gateway:
         return False
 
     async def close(self) -> None:
-        tasks = [*self.flying, *self.answers.tasks]
+        tasks = self.answers.tasks
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=1.0) if tasks else None
@@ -6668,10 +6664,9 @@ class Gateway:
         if self.accounts.ledger is not None:
             record.id = self.accounts.ledger.new_id()
         flight: Flight | None = None
-        task = reply.conn._task_handler  # ours, until the caller hangs up
         try:
             self.guard(record)
-            if request.origin is not None and request.method == "OPTIONS":
+            if request.is_preflight:
                 return self.answers.preflight(reply, record)
             if request.is_model_list and len(self.upstreams) > 1:
                 return await self.list_models(reply, record)
@@ -6682,7 +6677,7 @@ class Gateway:
             flight = found
             reader = self.follow(flight, reply, record)
             if flight.record is record:
-                await self.fly(flight, task)
+                await self.fly(flight)
             await reader.wait()
         except ProxyError as error:
             await self.refuse(reply, record, flight, error)
@@ -6702,21 +6697,17 @@ class Gateway:
 
     def guard(self, record: Record) -> None:
         """Who may call, and do we understand the headers that are ours?"""
-        request, is_preflight = record.request, False
+        request = record.request
         self._check_protocol(request)
         if request.origin is not None:
             if not is_allowed_origin(request.origin, self.settings.allow_origin):
                 origin, request.origin = printable(request.origin), None
                 why = f"browser origin {origin} may not call; see --allow-origin"
                 raise ProxyError("forbidden_origin", why)
-            is_preflight = request.method == "OPTIONS"
-        if request.host not in self._hosts:
-            self.check_host(request.host, is_loopback(self.settings.host))
-            if len(self._hosts) < MAX_MODELS:
-                self._hosts.add(request.host)
+        self.check_host(request.host, is_loopback(self.settings.host))
         if request.headers.own:
             self._own_headers(record)
-        if is_preflight:
+        if request.is_preflight:
             return
         if self.is_draining:
             why = "the proxy is shutting down; try again"
@@ -6744,13 +6735,6 @@ class Gateway:
             if name not in (allowed.lower() for allowed in self.settings.allow_host):
                 why = f"Host {printable(host)} is not this machine (DNS rebinding)"
                 raise ProxyError("forbidden_origin", f"{why}; see --allow-host")
-
-    def settings_changed(self) -> None:
-        """What was made of the settings is made anew."""
-        self._hosts.clear()
-        for upstream in self.upstreams:
-            upstream.resize()
-        self.flights.shrink(self.settings.cache_bytes)
 
     @staticmethod
     def _own_headers(record: Record) -> None:
@@ -6943,14 +6927,12 @@ class Gateway:
 
     # -- 4 to 9 reserve, queue, admit, send, relay, settle
 
-    async def fly(self, flight: Flight, task: asyncio.Task[None] | None) -> None:
+    async def fly(self, flight: Flight) -> None:
         """Get a flight its answer, in its leader's task; however that ends, it lands once."""
         error: ProxyError | None = None
         record = flight.record
-        if task is None:  # the caller has gone already
-            task = cast("asyncio.Task[None]", asyncio.current_task())
-        flight.task = task
-        self.flying.add(task)
+        flight.task = task = cast("asyncio.Task[None]", asyncio.current_task())
+        self.answers.tasks.add(task)
         try:
             with Lease(self.accounts, record, self.clock) as lease:
                 flight.lease = lease
@@ -6965,7 +6947,7 @@ class Gateway:
             log.error("internal error: %s", fault_lines(caught))
             error = internal()
         finally:
-            self.flying.discard(task)
+            self.answers.tasks.discard(task)
             self.flights.land(flight)
             flight.lease = flight.task = None
             flight.finish(error)
@@ -6981,7 +6963,8 @@ class Gateway:
                 failure = await self._ask(flight, lease, target)
             except ProxyError as error:
                 flight.met_open |= error.code == "circuit_open"
-                if is_last or flight.head is not None or error.code not in self.OUTAGES:
+                may_do_better = error.code in ("circuit_open", "upstream_key_refused")
+                if is_last or flight.head is not None or not may_do_better:
                     raise
                 continue
             if failure is None:
@@ -7004,8 +6987,8 @@ class Gateway:
             self.accounts.opened(record)  # its row is journaled from here on
             if record.reserved_micros and self.accounts.budgets.all:
                 await self.accounts.check_ledger()
-        plan, loads, began_at = self.plan(flight, lease), 0, self.clock()
-        was_refused = False
+        plan, loads, was_refused = self.plan(flight, lease), 0, False
+        began_at = self.clock() - record.timing.waited_s
         while True:
             exchange = Exchange(flight, lease, plan)
             failure = await self._attempt(flight, lease, exchange)
@@ -7013,14 +6996,13 @@ class Gateway:
                 if was_refused or plan.usage_body is not None:
                     upstream.usage_known[request.name] = not was_refused
                 return None
-            waited_s = record.timing.waited_s
             upstream.llama.is_loading |= failure.is_loading
             is_away = failure.is_loading or (failure.is_unsent and upstream.llama.is_restarting)
             if exchange.is_odd:  # asked plainly it will be one
                 plan = self.plan(flight, lease, may_stream=False)
             elif is_away and not flight.passes:  # its body would be gone; the attempt was none
                 lease.uncount()
-                left_s = self.settings.queue_timeout - waited_s - self.clock() + began_at
+                left_s = self.settings.queue_timeout - self.clock() + began_at
                 await upstream.wait_ready(left_s)
                 await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
                 loads += 1
@@ -7032,7 +7014,6 @@ class Gateway:
                 may_retry = self._may_retry(flight, lease, failure)
                 if not (may_retry and await self._back_off(lease, failure)):
                     return failure
-                began_at += record.timing.waited_s - waited_s
                 self.counters.retries += 1
 
     async def _attempt(self, flight: Flight, lease: Lease, exchange: Exchange) -> Failure | None:
@@ -7462,15 +7443,12 @@ class Gateway:
             self.answers.take(record, flight)
             record.saved_micros = flight.record.answer_micros
         record.request.let_go()
+        if not self._ended:
+            self._loop.call_later(FOLD_S, self.fold)
         self._ended.append(record)
-        if self._fold_timer is None:
-            self._fold_timer = self._loop.call_later(FOLD_S, self.fold)
 
     def fold(self) -> None:
         """Count what has ended."""
-        if self._fold_timer is not None:
-            self._fold_timer.cancel()
-            self._fold_timer = None
         ended, self._ended = self._ended, []
         for record in ended:
             self.counters.end(record)
