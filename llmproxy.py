@@ -7454,6 +7454,8 @@ class Gateway:
             self.counters.end(record)
             self.accounts.ended(record)
             self.on_call(record)
+        if ended and self.accounts.ledger is not None:
+            self.accounts.ledger.flush()
 
     # -- what is shown
 
