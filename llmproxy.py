@@ -96,7 +96,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, cas
 import aiohttp
 import tomli_w
 from aiohttp import web
-from aiohttp.base_protocol import BaseProtocol
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
@@ -4024,6 +4023,14 @@ class Link(ResponseHandler):
             data += more
         return data
 
+    async def more(self) -> bytes:
+        """What has come since of the body; b"" once all of it has been taken."""
+        while not self.is_over:
+            if data := self.take():
+                return data
+            await self.news()
+        return b""
+
     @property
     def is_over(self) -> bool:
         """The whole answer has been taken."""
@@ -4072,7 +4079,7 @@ class Link(ResponseHandler):
             if self.message is not None:
                 self._should_close = True
             elif message.code >= 200:
-                self.message, self.payload, self._payload = message, payload, payload
+                self.message, self.payload = message, payload
                 self._should_close |= message.should_close
         self.heard_at = self._loop.time()
         if self.payload is not None and (broken := self.payload.exception()) is not None:
@@ -4093,32 +4100,15 @@ class Link(ResponseHandler):
         self.sink = sink
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if not self.is_busy or self._parser is None:
-            super().connection_lost(exc)
-            return
-        error: BaseException | None = None
-        try:
-            self._parser.feed_eof()  # an answer without a length ends here
-        except Exception as broken:
-            error = aiohttp.ClientPayloadError(type(broken).__name__)
-        if self.payload is None:  # where it was reset, it may have done the work
-            gone = aiohttp.ClientOSError(*exc.args) if isinstance(exc, OSError) else None
-            error = error or gone or aiohttp.ServerDisconnectedError()
-        elif not self.payload.is_eof():
-            error = error or aiohttp.ClientPayloadError()
-        self.error = self.error or error
-        self._should_close, self._parser, self._connection_lost_called = True, None, True
-        if self._closed is not None and not self._closed.done():
-            self._closed.set_result(None)
-        BaseProtocol.connection_lost(self, exc)
-        if error is None:
+        super().connection_lost(exc)  # an answer without a length ends here
+        if self.payload is not None and self.payload.is_eof():
             self._pour()
-        self.wake()
-
-    def end(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
+        elif self.payload is not None:
+            self.fail(aiohttp.ClientPayloadError())
+        elif isinstance(exc, OSError):  # where it was reset, it may have done the work
+            self.fail(aiohttp.ClientOSError(*exc.args))
+        else:
+            self.fail(aiohttp.ServerDisconnectedError())
 
 
 class _Resolver(aiohttp.ThreadedResolver):
@@ -4164,7 +4154,7 @@ class Pool:
             link = self._idle.pop()
             if now - link.idle_at < IDLE_S and link.is_reusable:
                 break
-            link.end()
+            link.connection.close()
         else:
             request = aiohttp.ClientRequest("GET", self._url, loop=self._loop, proxy=self._proxy)
             limit = aiohttp.ClientTimeout(total=None, connect=connect_s)
@@ -4188,7 +4178,7 @@ class Pool:
             link.is_busy, link.idle_at = False, self._loop.time()
             self._idle.append(link)
         else:
-            link.end()
+            link.connection.close()
 
     def _tick(self) -> None:
         now = self._loop.time()
@@ -4201,19 +4191,17 @@ class Pool:
             if now >= link.deadline or self._is_over(link, now):
                 link.fail(WaitedLong() if link.is_waited_for else TimeoutError())
         while self._idle and now - self._idle[0].idle_at >= IDLE_S:
-            self._idle.popleft().end()
+            self._idle.popleft().connection.close()
         self._is_ticking = bool(self._busy or self._idle)
         if self._is_ticking:
             self._loop.call_later(self.TICK_S, self._tick)
 
     async def close(self) -> None:
-        links = [*self._idle, *self._busy]
-        closed = [future for link in links if (future := link.closed) is not None]
-        for link in links:
-            link.end()
-        if closed:
-            await asyncio.wait(closed, timeout=1.0)
-        await self._connector.close()
+        with contextlib.suppress(TimeoutError):  # one that takes nothing is not waited for
+            async with asyncio.timeout(1.0):
+                await self._connector.close()
+        for link in (*self._idle, *self._busy):
+            link.connection.close()
 
 
 _EXPLANATIONS = (  # the first that fits
@@ -4350,6 +4338,7 @@ class Upstream:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._pool = Pool(URL(self.base), self._proxy, self._is_over)
+        self.give = self._pool.give
         self._attending = self._loop.create_task(self._attend())
 
     async def close(self) -> None:
@@ -4503,8 +4492,6 @@ class Upstream:
                 self.give(link)
                 raise
 
-    def give(self, link: Link) -> None:
-        self._pool.give(link)
 
     async def get(
         self, path: str, limit_bytes: int = SLICE_BYTES, block: bytes | None = None
@@ -4515,11 +4502,9 @@ class Upstream:
         link, body = await self.open("GET", path, block, is_fresh=True), b""
         try:
             status = (await link.head()).code
-            while True:
-                body += link.take()
-                if link.is_over or len(body) > limit_bytes:
-                    return status, body
-                await link.news()
+            while len(body) <= limit_bytes and (part := await link.more()):
+                body += part
+            return status, body
         finally:
             link.force_close()
             self.give(link)
@@ -4955,7 +4940,7 @@ class Connection(web.RequestHandler):
 
     async def start(self) -> None:
         try:
-            while not self._force_close:
+            while not (self._force_close or self._close):
                 if not self._messages:
                     self._waiter = self._loop.create_future()
                     try:
@@ -4967,26 +4952,23 @@ class Connection(web.RequestHandler):
                     self._parser.message_consumed()
                 if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
                     self._resume_reading_if_drained()
-                if not await self._answer(message, self.payload):
-                    break
+                is_request = isinstance(message, RawRequestMessage)
+                await self._answer(message if is_request else NO_REQUEST, self.payload)
+        except ConnectionError:  # the caller has gone
+            pass
         except Exception as error:
             log.error("internal error: %s", fault_lines(error))
         finally:
             if self.transport is not None:
                 self.transport.close()
 
-    async def _answer(self, message: Any, payload: Any) -> bool:
-        """Answer one request; returns whether the connection can take another."""
-        message = message if isinstance(message, RawRequestMessage) else NO_REQUEST
+    async def _answer(self, message: Any, payload: Any) -> None:
+        """Answer one request, and be ready for the next, or be about to close."""
         reply = Reply(self, message)
         try:
             await self._request_handler(message, payload, reply)  # type: ignore[misc, call-arg]
-        except ConnectionError:
-            return False
         finally:
             self.on_gone = None
-        if self.transport is None:
-            return False
         if self._upgraded and not self._messages and self._parser is not None:  # we do not
             self._parser.set_upgraded(False)
             self._upgraded, tail, self._message_tail = False, self._message_tail, b""
@@ -4997,13 +4979,10 @@ class Connection(web.RequestHandler):
                 async with asyncio.timeout(self._lingering_time):
                     while not payload.is_eof() and self.transport is not None:
                         await payload.readany()
-        if reply.is_closing or not payload.is_eof() or self._close:
-            return False
+        self._close |= reply.is_closing or not payload.is_eof()
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
         if self._keepalive_handle is None:
-            at = self._next_keepalive_close_time
-            self._keepalive_handle = self._loop.call_at(at, self._process_keepalive)
-        return True
+            self._process_keepalive()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         if self._reading_paused:  # aiohttp would go to the transport after every request
@@ -5017,13 +4996,9 @@ class Connection(web.RequestHandler):
             self.on_gone()
 
     async def shutdown(self, timeout: float | None = 15.0) -> None:
-        task, self._force_close = self._task_handler, True
-        if self._keepalive_handle is not None:
-            self._keepalive_handle.cancel()
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=timeout)
-        self.force_close()
+        if self._task_handler is not None:  # what is to finish has been waited for
+            self._task_handler.cancel()
+        await super().shutdown(timeout)
 
 
 class Reply:
@@ -5045,18 +5020,14 @@ class Reply:
         status, version = head.status, self.version
         self.is_begun, self.is_stream = True, head.is_stream
         self.is_bodiless = self.is_head or status in (204, 304)
-        framing = b""
         if self.is_bodiless:
             length, body = head.length, b""
-        if length is not None:
-            framing = b"Content-Length: %d\r\n" % length
-        elif self.is_bodiless:
-            pass
-        elif version >= (1, 1):
-            self.is_chunked, framing = True, b"Transfer-Encoding: chunked\r\n"
-            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
-        else:
-            self.is_closing = True
+        framing = b"" if length is None else b"Content-Length: %d\r\n" % length
+        if length is None and not self.is_bodiless:
+            self.is_chunked = version >= (1, 1)
+            self.is_closing |= not self.is_chunked
+            framing = b"Transfer-Encoding: chunked\r\n" if self.is_chunked else b""
+            body = self.frame(body) if body else b""
         if self.is_closing:
             framing += b"Connection: close\r\n"
         elif version < (1, 1):
@@ -5120,7 +5091,7 @@ class Upload:
 
     def __init__(self, request: Request, payload: Any, reply: Reply, limit_bytes: int) -> None:
         self._request, self._payload, self._reply = request, payload, reply
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._size_bytes = limit_bytes, 0
         self.is_empty = payload is EMPTY_PAYLOAD
         self.is_sent = False
 
@@ -5139,25 +5110,24 @@ class Upload:
         Raises ProxyError: request_too_large, invalid_request, caller_stalled.
         """
         self.expect()
-        payload = self._payload
-        if payload.is_eof() and payload.exception() is None:  # nearly always: all is there already
-            body: bytes = payload.read_nowait(-1)
-            if len(body) > self._limit_bytes:
-                raise too_large(self._limit_bytes)
-            return body
-        parts, size = list[bytes](), 0
-        while not payload.at_eof():
+        parts = list[bytes]()
+        while not self._payload.at_eof():
             parts.append(await self.part())
-            size += len(parts[-1])
-            if size > self._limit_bytes:
-                raise too_large(self._limit_bytes)
         return b"".join(parts)
 
     async def part(self) -> bytes:
         """What has come since; b"" at the end."""
+        payload = self._payload
         try:
-            async with asyncio.timeout(CALLER_S):
-                return await self._payload.readany()  # type: ignore[no-any-return]
+            if payload.is_eof() and payload.exception() is None:  # nearly always: all is there
+                part: bytes = payload.read_nowait(-1)
+            else:
+                async with asyncio.timeout(CALLER_S):
+                    part = await payload.readany()
+            self._size_bytes += len(part)
+            if self._size_bytes > self._limit_bytes:
+                raise too_large(self._limit_bytes)
+            return part
         except web.RequestPayloadError:
             if self._reply.conn.transport is None:
                 raise CallerGone from None
@@ -5167,20 +5137,21 @@ class Upload:
 
     async def send(self, link: Link) -> None:
         """Pass the body on as it comes. The caller's silence is not the upstream's."""
-        is_chunked, size = "content-length" not in self._request.low, 0
-        while link.message is None and not self._payload.at_eof():
-            link.rest(True)
-            part = await self.part()
-            link.rest(False)
-            size += len(part)
-            if size > self._limit_bytes:
-                raise too_large(self._limit_bytes)
-            if part and link.transport is not None:
-                link.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
-                await link._drain_helper()
-        if self._payload.at_eof() and link.transport is not None:
-            link.transport.write(b"0\r\n\r\n" if is_chunked else b"")
-            self.is_sent = True
+        is_chunked = "content-length" not in self._request.low
+        try:
+            while link.message is None and not self._payload.at_eof():
+                link.rest(True)
+                part = await self.part()
+                link.rest(False)
+                if part and link.transport is not None:
+                    framed = b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part
+                    link.transport.write(framed)
+                    await link._drain_helper()
+            if self._payload.at_eof() and link.transport is not None:
+                link.transport.write(b"0\r\n\r\n" if is_chunked else b"")
+                self.is_sent = True
+        except (ProxyError, ConnectionError) as error:
+            link.fail(error)
 
 
 def stalled() -> ProxyError:
@@ -5229,8 +5200,8 @@ async def listening(
 class Kept:
     """A finished answer, in as few objects as possible: there are tens of thousands.
 
-    `block`: its headers without what belongs to one delivery. `tokens`: the first values of its
-    Usage. `cost_micros`: what it had cost, and who gets it saves.
+    `block`: its headers without what belongs to one delivery. `cost_micros`: what it had cost, and
+    who gets it saves.
     """
 
     reason: str
@@ -5238,7 +5209,7 @@ class Kept:
     request_id: str
     body: bytes
     stored_at: float
-    tokens: tuple[int, int, int, int, int, bool]
+    usage: Usage
     upstream: str
     model: str
     is_deterministic: bool
@@ -5260,11 +5231,9 @@ class Reader:
     def __init__(self, flight: Flight, reply: Reply, record: Record, answers: Answers) -> None:
         self.flight, self.reply, self.record, self.answers = flight, reply, record, answers
         self.is_live = True  # has all that came, and takes what comes
-        self.is_over = self.is_gone = False
         self.read_bytes = 0
         self._index = flight.first  # of the first chunk that it has not
-        self._error: ProxyError | None = None
-        self._done: asyncio.Future[None] | None = None
+        self._over: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self) -> None:
@@ -5274,39 +5243,37 @@ class Reader:
             CallerGone: it hung up, or was too slow.
             ProxyError: there is no answer, and nothing has been said to the caller yet.
         """
-        if not self.is_over:
-            self._done = asyncio.get_running_loop().create_future()
-            await self._done
-        if self.is_gone:
-            raise CallerGone
-        if self._error is not None:
-            raise self._error
+        if (error := await self._over) is not None:
+            raise error
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.done()
 
     def leave(self) -> None:
         """The caller has gone."""
-        if not self.is_over:
-            self.is_gone = True
-            self._end()
+        self._end(CallerGone())
 
-    def _end(self) -> None:
-        self.is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
-        self.flight.left(self)
+    def _end(self, error: Exception | None = None) -> None:
+        if not self.is_over:
+            self._over.set_result(error)
+            if self._timer is not None:
+                self._timer.cancel()
+            self.flight.left(self)
 
     def begin(self, head: Head, body: bytes | None = None) -> None:
         """The answer's head is known; with `body`, so is all of it."""
         if self.reply.is_begun:  # with comments
             self.record.status = 200
-            return  # where it is no stream, `finish` says what came instead
+            if body is not None:  # it is no stream: say what came instead
+                self.finish()
+            return
         try:
             self.answers.begin(self.reply, self.record, self.flight, head, body)
         except CallerGone:
             self.leave()
             return
-        if body is not None and (len(body) <= SLICE_BYTES or self.reply.is_bodiless):
+        if body is not None and len(body) <= SLICE_BYTES:
             self.reply.is_over = True
             self._end()
         elif body is not None:
@@ -5328,11 +5295,8 @@ class Reader:
         except CallerGone:
             self.answers.cut(self.reply, self.record)
             self.leave()
-        except Exception as error:  # a fault of ours
-            log.error("internal error: %s", fault_lines(error))
-            self.record.code = "internal_error"
-            self.reply.abort()
-            self.leave()
+        except Exception as error:  # a fault of ours, which `wait` tells
+            self._end(error)
         if not self.is_over:
             self.is_live = True
             if flight.is_done:
@@ -5341,13 +5305,12 @@ class Reader:
     def finish(self) -> None:
         """All has been written that came; say how it ends."""
         self.answers.take(self.record, self.flight)
-        if not self.reply.is_begun:
-            self._error = self.flight.error or internal()
-        else:
-            try:
-                self.answers.end(self.reply, self.record, self.flight)
-            except CallerGone:
-                self.is_gone = True
+        try:
+            if not self.reply.is_begun:
+                raise self.flight.error or internal()
+            self.answers.end(self.reply, self.record, self.flight)
+        except (CallerGone, ProxyError) as error:
+            self._end(error)
         self._end()
 
     def keep_alive(self, every_s: float) -> None:
@@ -5382,7 +5345,7 @@ class Flight:
     head: Head | None = None
     error: ProxyError | None = None  # with a head: broke off in mid-answer
     first = 0  # index of chunks[0]; grows once overgrown
-    size_bytes = held_bytes = 0
+    size_bytes = dropped_bytes = 0  # of all that came; of those, what is not held any more
     read_bytes = 0  # by the fastest caller
     is_done = is_overgrown = False
     met_open = False  # an open circuit
@@ -5413,19 +5376,14 @@ class Flight:
     def left(self, reader: Reader) -> None:
         self.readers.pop(reader, None)
         self.has_read(0)
-        if reader.is_gone and not self.readers and not self.is_done:
+        if not self.readers and not self.is_done:
             self._on_empty(self)
 
-    def begin(self, head: Head) -> None:
-        """Commit: from here on there is no retry, callers see this answer."""
+    def begin(self, head: Head, body: bytes | None = None) -> None:
+        """Commit: from here on there is no retry, callers see this answer; `body`: all of it."""
         self.head = head
-        for reader in list(self.readers):
-            reader.begin(head)
-
-    def give(self, head: Head, body: bytes) -> None:
-        """Commit to an answer that is there as a whole."""
-        self.head = head
-        self.chunks, self.size_bytes, self.held_bytes = [body], len(body), len(body)
+        if body is not None:
+            self.chunks, self.size_bytes, self.is_done = [body], len(body), True
         for reader in list(self.readers):
             reader.begin(head, body)
 
@@ -5434,7 +5392,6 @@ class Flight:
         if not chunk:  # a chunk of no bytes would end a chunked answer
             return
         self.chunks.append(chunk)
-        self.held_bytes += len(chunk)
         self.size_bytes += len(chunk)
         framed = b""
         for reader in list(self.readers):
@@ -5466,17 +5423,15 @@ class Flight:
         """
         if index < self.first:
             raise CallerGone
-        start = stop = index - self.first
-        size = 0
+        stop, size = index - self.first, 0
         while stop < len(self.chunks) and size < SLICE_BYTES:
             size += len(self.chunks[stop])
             stop += 1
-        parts = self.chunks[start:stop]
-        return (parts[0] if len(parts) == 1 else b"".join(parts)), self.first + stop
+        return b"".join(self.chunks[index - self.first : stop]), self.first + stop
 
     def held(self) -> bytes:
         """All of the answer that is held."""
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+        return b"".join(self.chunks)  # of one chunk it is that one, not a copy
 
     def has_read(self, read_bytes: int) -> None:
         self.read_bytes = max(self.read_bytes, read_bytes)
@@ -5508,16 +5463,14 @@ class Flight:
     def _trim(self) -> None:
         """Hold what the fastest caller has yet to read, and a window before it for the others."""
         self.is_overgrown = True
-        window = 0 if self.passes else FLIGHT_WINDOW_BYTES
-        needless = self.held_bytes - (self.size_bytes - self.read_bytes) - window
-        count = 0
-        while count < len(self.chunks) - 1 and len(self.chunks[count]) <= needless:
-            needless -= len(self.chunks[count])
-            self.held_bytes -= len(self.chunks[count])
+        needless, count = self.read_bytes - (0 if self.passes else FLIGHT_WINDOW_BYTES), 0
+        for chunk in itertools.islice(self.chunks, len(self.chunks) - 1):
+            if self.dropped_bytes + len(chunk) > needless:
+                break
+            self.dropped_bytes += len(chunk)
             count += 1
-        if count:
-            del self.chunks[:count]
-            self.first += count
+        del self.chunks[:count]
+        self.first += count
 
 
 class Flights:
@@ -5528,17 +5481,13 @@ class Flights:
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self.running: dict[bytes, Flight] = {}
+        self.running: dict[bytes, Flight] = {}  # which later callers join; older ones go on
         self.kept: OrderedDict[bytes, Kept] = OrderedDict()
         self.kept_bytes = 0
         self._clock = clock
         self._keys: dict[bytes, bytes] = {}
         self._aliases: dict[bytes, tuple[bytes, ...]] = {}
         self.key_of = self._keys.get
-
-    def start(self, flight: Flight) -> None:
-        """Later callers join this one; an older flight of the key goes on for its own callers."""
-        self.running[flight.key] = flight
 
     def land(self, flight: Flight) -> None:
         if self.running.get(flight.key) is flight:
@@ -5622,16 +5571,14 @@ class Answers:
 
     def _send(
         self, reply: Reply, record: Record, head: Head, length: int | None, body: bytes, *,
-        age_s: float | None = None, request_id: str = "",
+        age_s: float | None = None,
     ) -> None:  # fmt: skip
-        own = self.own_head(record, head, age_s, request_id)
+        own = self.own_head(record, head, age_s)
         if record.request.origin is not None:
             head = Head(head.status, head.reason, CORS.sub(b"", head.block), head.low)
         reply.begin(head, own, length, body)
 
-    def own_head(
-        self, record: Record, head: Head = NO_HEAD, age_s: float | None = None, request_id: str = ""
-    ) -> bytes:
+    def own_head(self, record: Record, head: Head = NO_HEAD, age_s: float | None = None) -> bytes:
         """The headers that every response carries."""
         request = record.request
         text = f"x-llmproxy-fate: {record.fate or 'rejected'}\r\n"
@@ -5640,7 +5587,7 @@ class Answers:
             text += f"x-llmproxy-upstream: {record.upstream}\r\n"
         if record.fallback:
             text += f"x-llmproxy-fallback: {record.fallback}\r\n"
-        theirs = request_id or head.low.get("x-request-id")
+        theirs = head.low.get("x-request-id")
         if theirs is None:
             theirs = head.low.get("request-id", request.trace)
             text += f"x-request-id: {theirs}\r\n"
@@ -5697,17 +5644,18 @@ class Answers:
     ) -> None:
         """Answer from what is kept."""
         request, record.fate, record.status = record.request, fate, 200
-        record.upstream, record.usage, record.fallback = kept.upstream, Usage(*kept.tokens), ""
+        record.upstream, record.usage, record.fallback = kept.upstream, kept.usage, ""
         request.model, request.is_stream = kept.model, kept.is_stream
         record.saved_micros = kept.cost_micros
         record.request_id = kept.request_id or request.trace
-        self.accounts.ended(record)
+        self.accounts.ended(record)  # before anybody has the answer
         low = {"content-type": "text/event-stream"} if kept.is_stream else {}
+        if kept.request_id:
+            low["x-request-id"] = kept.request_id
         head, body = Head(200, kept.reason, kept.block, low), kept.body
+        begun = body if len(body) <= SLICE_BYTES else b""
         length = None if kept.is_stream else len(body)
-        begun = b"" if kept.is_stream or len(body) > SLICE_BYTES else body
-        theirs = kept.request_id
-        self._send(reply, record, head, length, begun, age_s=age_s, request_id=theirs)
+        self._send(reply, record, head, length, begun, age_s=age_s)
         await reply.write(b"" if begun else body)
         reply.end()
 
@@ -5782,13 +5730,12 @@ class Lease:
     """
 
     target: Target
-    attempt: Attempt  # the last one
+    attempt = Attempt(cast(Circuit, None), -1, False, is_over=True)  # the last one
 
     def __init__(self, accounts: Accounts, record: Record, clock: Clock) -> None:
         self.record, self._accounts, self._clock = record, accounts, clock
         self.demand = Demand()
         self.permit: Permit | None = None
-        self.is_asking = False  # an attempt is with the upstream now
         self.task: Budget | None = None  # that cuts the stream where it ends
         self.attempts = 0  # at this target
         self.sent_at = 0.0
@@ -5808,12 +5755,12 @@ class Lease:
             requests = min(1, self.record.attempts)
             self._part.settle(self._used_prompt, self._used_output, requests=requests)
 
-    def turn(self, target: Target, demand: Demand, is_first: bool) -> None:
+    def turn(self, target: Target, demand: Demand) -> None:
         """Ask this target from now on. Raises rate_limited where the client is over its own."""
         self.leave()
         self._settle_budgets()
         client = self.record.request.client
-        if is_first and client is not None and self.record.request.may_cost:
+        if self._part is None and client is not None and self.record.request.may_cost:
             self._part = client.reserve(demand)
         self.target, self.demand, self.attempts = target, demand, 0
 
@@ -5855,10 +5802,10 @@ class Lease:
                 record.timing.limit_s += self._clock() - began_at
         self._wanted = wanted
 
-    async def enter(self, settings: Settings, chances: int = 0) -> None:
+    async def enter(self, chances: int = 0) -> None:
         """A turn at the gate."""
-        gate, timing = self.target.upstream.gate, self.record.timing
-        self.permit = await gate.enter(
+        timing, settings = self.record.timing, self._accounts.settings
+        self.permit = await self.target.upstream.gate.enter(
             self.demand, timing, queue_size=settings.queue_size,
             timeout_s=max(0.001, settings.queue_timeout - timing.waited_s), chances=chances,
         )  # fmt: skip
@@ -5872,7 +5819,7 @@ class Lease:
             self._first_at = now - timing.waited_s
         record.attempts += 1
         self.attempts += 1
-        self.sent_at, self.is_asking = now, True
+        self.sent_at = now
         timing.retry_s = max(0.0, now - self._first_at - timing.waited_s)
         if self.permit is not None:
             self.permit.was_sent = True
@@ -5912,6 +5859,8 @@ class Lease:
         """What an attempt has really used, to all who had reserved for it."""
         record, accounts = self.record, self._accounts
         if record.request.route is None or not record.request.route.is_free:
+            if not self._wanted:  # work that was asked for earlier, and is not reserved any more
+                self._wanted = [(budget, 0) for budget in accounts.budgets.of(record.client)]
             self._due_micros += accounts.used(record, usage, self.target.model)
             self._due_tokens += usage.total
             self._used_prompt += usage.prompt
@@ -5920,11 +5869,6 @@ class Lease:
             self.permit.settle(usage.prompt, usage.completion)
         return usage
 
-    def charge(self, usage: Usage) -> Usage:
-        """Count work that was asked for earlier, and for which nothing is reserved any more."""
-        budgets = self._accounts.budgets.of(self.record.client)
-        self._wanted = self._wanted or [(budget, 0) for budget in budgets]
-        return self.settle(usage)
 
     @property
     def prompt_tokens(self) -> int:
@@ -5995,7 +5939,6 @@ class Exchange:
         self._link = cast(Link, None)  # until there is one
         self._head = NO_HEAD
         self._events: Events | None = None
-        self._upload_error: ProxyError | None = None
         self.is_complete = False  # whole and good: may be kept
         self.fault = 0  # the status that an error event means in which it ended
         self.is_odd = False  # a stream that holds no plain answer, though it is whole
@@ -6030,7 +5973,7 @@ class Exchange:
                     return await self._assemble()
                 return await self._stream()
             if self._flight.passes and head.status < 400:
-                self._begin()
+                self._begin(head)
                 await self._flow()
                 self.is_complete = True
                 return None
@@ -6038,8 +5981,6 @@ class Exchange:
         except CallerGone:
             raise
         except NO_ANSWER as error:
-            if self._upload_error is not None:
-                raise self._upload_error from None
             return self._failed(error)
         finally:
             if self._link is not None:
@@ -6065,16 +6006,7 @@ class Exchange:
             method, plan.raw_path, block, is_fresh=True, **limits
         )
 
-        async def send() -> None:
-            try:
-                await upload.send(link)
-            except ProxyError as error:
-                self._upload_error = error
-                link.fail(ConnectionAbortedError())
-            except ConnectionError as error:
-                link.fail(error)
-
-        sending = asyncio.create_task(send())
+        sending = asyncio.create_task(upload.send(link))
         try:
             await link.head()
         finally:
@@ -6099,37 +6031,32 @@ class Exchange:
         is_paid = is_silent or self._head is not NO_HEAD
         return Failure(explained, is_transient, ran_nothing=is_refused, is_paid=is_paid)
 
-    async def _body(self, begun: bytes = b"") -> bytes | None:
-        """All of the answer's body; None where it is too long to be held, and is on its way."""
-        link, parts, size = self._link, [begun] if begun else [], len(begun)
-        while True:
-            if part := link.take():
-                parts.append(part)
-                size += len(part)
-            if link.is_over:
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-            if size > FLIGHT_BYTES:
-                self.fault = self._head.status if self._head.status >= 400 else 0
-                self._begin()
+    async def _gather(self) -> Failure | None:
+        """A plain answer: nothing goes out before all of it is there and found good."""
+        head, parts, size = self._head, list[bytes](), 0
+        while part := await self._link.more():
+            parts.append(part)
+            size += len(part)
+            if size > FLIGHT_BYTES:  # too long to be held
+                self.fault = head.status if head.status >= 400 else 0
+                self._begin(head)
                 self._give(b"".join(parts))
                 await self._flow()
                 return None
-            await link.news()
+        body = b"".join(parts)
+        is_json = bool(body) and head.kind == "application/json" and not head.is_coded
+        is_cut = head.ends_with_connection and is_json and json_at(body) is None
+        return self._found(head, body, is_cut)
 
-    async def _gather(self) -> Failure | None:
-        """A plain answer: nothing goes out before all of it is there and found good."""
-        body = await self._body()
-        if body is None:
-            return None
-        head, body = self._head, self._upstream.hide(body)
+    def _found(self, head: Head, body: bytes, is_cut: bool) -> Failure | None:
+        """All of a plain answer: what is wrong with it, or else it is the flight's."""
+        body = self._upstream.hide(body)
         if (failure := judge(head, body)) is not None:
             return failure
-        is_json = bool(body) and head.kind == "application/json" and not head.is_coded
-        if head.ends_with_connection and is_json and json_at(body) is None:
+        if is_cut:
             raise aiohttp.ClientPayloadError
-        self._lease.begin(head)
+        self._begin(head, body)
         self.is_complete = True
-        self._flight.give(head, body)
         return None
 
     async def _stream(self) -> Failure | None:
@@ -6139,7 +6066,7 @@ class Exchange:
             return await self._failed_stream(begun, found)
         takes_usage = self._plan.usage_body is not None
         self._events = None if is_coded else Events(takes_usage)
-        self._begin()
+        self._begin(head)
         try:
             if begun:
                 self._give(begun)
@@ -6170,16 +6097,13 @@ class Exchange:
 
     async def _assemble(self) -> Failure | None:
         """A plain answer, of llama.cpp's stream."""
-        assembly, link, parts = Assembly(), self._link, list[bytes]()
+        assembly, parts = Assembly(), list[bytes]()
         try:
-            while not link.is_over:
-                if part := link.take():
-                    assembly.feed(part)
-                    parts.append(part)
-                    if assembly.is_over:  # the connection has a moment to end, to be used again
-                        link.limit_s = 0.25
-                else:
-                    await link.news()
+            while part := await self._link.more():
+                assembly.feed(part)
+                parts.append(part)
+                if assembly.is_over:  # the connection has a moment to end, to be used again
+                    self._link.limit_s = 0.25
         except NO_ANSWER:
             if not assembly.is_over:
                 raise
@@ -6196,36 +6120,28 @@ class Exchange:
             return Failure(error, is_transient=True, counts=False)
         plain = head.changed(status, "application/json; charset=utf-8", b"",
                                    (b"x-accel-buffering", b"cache-control"))  # fmt: skip
-        if (failure := judge(plain, body)) is not None:
-            return failure
-        if not has_end:
-            raise aiohttp.ClientPayloadError
-        self._lease.begin(head)
-        self.is_complete = True
-        self._flight.give(plain, self._upstream.hide(body))
-        return None
+        return self._found(plain, body, is_cut=not has_end)
 
-    def _begin(self) -> None:
-        self._lease.begin(self._head)
-        self._flight.begin(self._head)
+    def _begin(self, head: Head, body: bytes | None = None) -> None:
+        self._lease.begin(head)
+        self._flight.begin(head, body)
 
     async def _flow(self) -> None:
         """The rest of the answer: each chunk goes on from within the callback that brings it."""
         link, flight = self._link, self._flight
         self._chunk()
         while not (link.is_over or self.is_cut):
-            if flight.is_ahead:
-                link.sink = None  # what comes while we take would go out before what we took
-                link.rest(True)
-                link._pause_transport_reading()
-                await flight.room()
-                link.rest(False)
-                link._resume_transport_reading()
-                self._chunk()
+            # What comes while we take would go out before what we took.
+            link.sink = None if flight.is_ahead else self._chunk
+            if link.sink is not None:
+                await link.news()
                 continue
-            link.sink = self._chunk
-            await link.news()
-        link.sink = None
+            link.rest(True)
+            link._pause_transport_reading()
+            await flight.room()
+            link.rest(False)
+            link._resume_transport_reading()
+            self._chunk()
 
     def _chunk(self) -> None:
         """The hot path of a stream: no task, no timer, no lock and no parsing per chunk."""
@@ -6233,7 +6149,6 @@ class Exchange:
         if part := link.take():
             self._give(part)
         if link.is_over or self.is_cut or flight.is_ahead:
-            link.sink = None
             link.wake()
 
     def _give(self, data: bytes) -> None:
@@ -6263,11 +6178,9 @@ class Exchange:
 
     async def _first_event(self) -> bytes:
         """What comes until an event says something: it may be an error, which can be retried."""
-        link = self._link
-        begun = link.take()
-        while not (link.is_over or first_event(begun) or len(begun) > SLICE_BYTES):
-            await link.news()
-            begun += link.take()
+        link, begun = self._link, b""
+        while not first_event(begun) and len(begun) <= SLICE_BYTES and (part := await link.more()):
+            begun += part
         is_half = link.is_over and first_event(begun) is None and not is_event(begun)
         if begun and is_half and self._head.ends_with_connection:
             raise aiohttp.ClientPayloadError  # cut before anything was said
@@ -6275,12 +6188,10 @@ class Exchange:
 
     async def _failed_stream(self, begun: bytes, found: tuple[int, bytes]) -> Failure:
         """A stream that begins with an error: that error, with all that came as its answer."""
-        link = self._link
         with contextlib.suppress(*NO_ANSWER):
             async with asyncio.timeout(1.0):
-                while not link.is_over and len(begun) <= SLICE_BYTES:
-                    await link.news()
-                    begun += link.take()
+                while len(begun) <= SLICE_BYTES and (part := await self._link.more()):
+                    begun += part
         status, error = found
         failure = cast(Failure, judge(Head(status, "", b"", self._head.low), error))
         failure.answer = (self._head, self._upstream.hide(begun))
@@ -6834,7 +6745,7 @@ class Gateway:
             request.check_model(request.model)
             found = Flight(key, record, False, self.abandon)
             if request.may_join:
-                flights.start(found)
+                flights.running[key] = found
         if request.may_join:
             flights.alias(alias, key)
         return found
@@ -6956,10 +6867,10 @@ class Gateway:
     async def ask(self, flight: Flight, lease: Lease) -> None:
         """Ask the first target, and while that fails before its first byte, the next."""
         targets = self.targets(flight)
-        for number, target in enumerate(targets, 1):
-            is_last = number == len(targets)
+        for target in targets:
+            is_last = target is targets[-1]
             try:
-                lease.turn(target, self.demand(flight, target), number == 1)
+                lease.turn(target, self.demand(flight, target))
                 failure = await self._ask(flight, lease, target)
             except ProxyError as error:
                 flight.met_open |= error.code == "circuit_open"
@@ -6983,7 +6894,7 @@ class Gateway:
             await self._peek(target)
         if request.may_cost and (request.route is None or not request.route.is_free):
             await lease.reserve()
-            await lease.enter(self.settings)
+            await lease.enter()
             self.accounts.opened(record)  # its row is journaled from here on
             if record.reserved_micros and self.accounts.budgets.all:
                 await self.accounts.check_ledger()
@@ -7060,7 +6971,6 @@ class Gateway:
         finally:
             self.in_flight -= 1
             lease.step(outcome)
-            lease.is_asking = False
             attempt.neutral()
 
     def _settle(self, flight: Flight, lease: Lease, exchange: Exchange) -> None:
@@ -7074,7 +6984,7 @@ class Gateway:
             usage = self._used(lease, exchange, head, plain)
             if request.job is not None and request.job.is_open and not usage.is_estimated:
                 request.job.is_open = False
-                record.usage = lease.charge(usage)
+                record.usage = lease.settle(usage)
             if request.name == "responses" and (found := _RESPONSE_ID.search(body[:8192])):
                 is_open = bool(request.doc.get("background")) and not usage.total
                 job = Job(record.client, record.upstream, lease.target.model, is_open)
@@ -7101,9 +7011,8 @@ class Gateway:
             if is_good and may_keep and is_newest and is_worth_keeping(plain, request, usage):
                 kept = Kept(
                     head.reason, NOT_KEPT.sub(b"", head.block), head.low.get("x-request-id", ""),
-                    body, self.clock(), (usage.prompt, usage.cached, usage.completion,
-                    usage.reasoning, usage.written, usage.is_estimated), record.upstream,
-                    request.model, is_same, head.is_stream, record.answer_micros,
+                    body, self.clock(), usage, record.upstream, request.model, is_same,
+                    head.is_stream, record.answer_micros,
                 )  # fmt: skip
                 self.flights.keep(flight.key, kept, self.settings.cache_bytes)
         except Exception as error:  # whatever an upstream reports, its callers must land
@@ -7165,7 +7074,7 @@ class Gateway:
             flight.begin(head)
             flight.push(body)
         else:
-            flight.give(head, body)
+            flight.begin(head, body)
 
     # -- the policy of further attempts
 
@@ -7201,7 +7110,7 @@ class Gateway:
         if is_queued:
             chances = max(1, self.settings.retries - lease.attempts + 1)
             try:
-                await lease.enter(self.settings, chances)
+                await lease.enter(chances)
             except ProxyError:  # the upstream's own words tell more than "the queue is full"
                 return False
         return True
@@ -7229,11 +7138,12 @@ class Gateway:
         lease, task = flight.lease, flight.task
         if task is None or lease is None:
             return
-        if lease.is_asking:
+        is_asking = not lease.attempt.is_over  # an attempt is with the upstream now
+        if is_asking:
             lease.attempt.give_place()  # it is for somebody who waits
         is_joined = self.flights.running.get(flight.key) is flight
         wanted = self.settings.abandon == "finish" and is_joined
-        if not lease.is_asking or not wanted or flight.is_overgrown:
+        if not is_asking or not wanted or flight.is_overgrown:
             self.flights.land(flight)
             task.cancel()
 

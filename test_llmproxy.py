@@ -1070,7 +1070,7 @@ async def test_flight_holds_the_upstream_back_for_its_fastest_caller_only(
 
 def kept_of(size: int, at: float, upstream: str = "u") -> Kept:
     body = b"x" * size
-    return Kept("OK", b"", "", body, at, (0, 0, 0, 0, 0, False), upstream, "m", False, False, 0)
+    return Kept("OK", b"", "", body, at, llmproxy.NO_USAGE, upstream, "m", False, False, 0)
 
 
 def test_kept_answers_stay_within_their_bound_and_forget_their_aliases(clock: FakeClock) -> None:
