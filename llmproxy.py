@@ -8110,7 +8110,10 @@ def _mock_answer(
 
 
 class StderrLog(logging.Handler):
-    """Writes lines from a thread: a stderr that nobody reads holds up no call, and loses some."""
+    """Writes lines from a thread: a stderr that nobody reads holds up no call.
+
+    What does not fit MAX_LINES is dropped, and the number of dropped lines is said.
+    """
 
     MAX_LINES = 10_000
 
@@ -8122,7 +8125,7 @@ class StderrLog(logging.Handler):
             found = os.fstat(2)
             self.is_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
         self._last: tuple[str, float] = "", 0.0
-        self._repeats = 0
+        self._repeats = self._dropped = 0
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_writing = False
         self._thread: threading.Thread | None = None
@@ -8151,7 +8154,9 @@ class StderrLog(logging.Handler):
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="log", daemon=True)
             self._thread.start()
-        if self._lines.qsize() < self.MAX_LINES:
+        if self._lines.qsize() >= self.MAX_LINES:
+            self._dropped += 1
+        else:
             self._lines.put(line)
 
     def flush(self) -> None:
@@ -8164,6 +8169,9 @@ class StderrLog(logging.Handler):
         while True:
             line = self._lines.get()
             self._is_writing = True
+            if self._dropped:
+                line += f"\nllmproxy: {self._dropped} lines were dropped, stderr was too slow"
+                self._dropped = 0
             with contextlib.suppress(OSError, ValueError):  # closed: there is nobody to tell
                 print(line, file=sys.stderr, flush=True)
             self._is_writing = False

@@ -41,6 +41,7 @@ import sys
 import sysconfig
 import tempfile
 import termios
+import threading
 import time
 import tomllib
 import urllib.request
@@ -4749,6 +4750,18 @@ async def test_a_stderr_that_nobody_reads_holds_no_call_up() -> None:
         for _ in range(100):  # of about 150 bytes each
             assert (await caller.fetch(ask()))[0] == 200
         assert up.calls == 1
+
+
+def test_lines_that_find_no_room_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    full = llmproxy.StderrLog()
+    full.MAX_LINES = 2
+    full._thread = threading.Thread(target=full._write, daemon=True)  # and does not write yet
+    for number in range(5):
+        full.put(f"line {number}")
+    full._thread.start()
+    full.flush()
+    said = "line 0\nllmproxy: 3 lines were dropped, stderr was too slow\nline 1\n"
+    assert capsys.readouterr().err == said
 
 
 def test_service_manager_is_told_and_sighup_reads_the_file_again(tmp_path: Path) -> None:
