@@ -341,7 +341,7 @@ class Caller:
 
     async def at_rest(self) -> None:
         gates = [upstream.gate for upstream in self.gateway.upstreams]
-        busy: Any = lambda: self.gateway.open_calls or self.gateway.in_flight  # noqa: E731
+        busy: Any = lambda: self.gateway.callers or self.gateway.in_flight  # noqa: E731
         await until(lambda: not busy() and not any(g.running + g.queued for g in gates))
         assert self.gateway.flights.running == {}
         for gate in gates:
