@@ -1501,11 +1501,7 @@ class Permit:
         for pause in self.key.active(self.demand.model):
             pause.trial = None if pause.trial is self else pause.trial
         self.key.running -= 1
-        gate.permits.discard(self)
-        gate.taken -= self.places
-        gate.weight -= self.weight
-        gate.service_s += 0.1 * (gate.clock() - self.granted_at - gate.service_s)
-        gate.left(self.work)
+        gate.left(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -1638,11 +1634,15 @@ class Gate:
                 waiter.timer.cancel()
             self._time(waiter, timeout_s)
 
-    def left(self, work: float) -> None:
-        """A permit has been given back."""
-        if self.adaptive is not None:
+    def left(self, permit: Permit) -> None:
+        """A permit is given back."""
+        self.permits.discard(permit)
+        if self.adaptive is not None:  # before its place is free: did the level hold others back?
             is_full = bool(self._queue) and not self._fits_slots(self._queue[0].demand)
-            self.slots = self.adaptive.done(work, is_full)
+            self.slots = self.adaptive.done(permit.work, is_full)
+        self.taken -= permit.places
+        self.weight -= permit.weight
+        self.service_s += 0.1 * (self.clock() - permit.granted_at - self.service_s)
         if self._queue:
             self.dispatch()
 
@@ -2685,37 +2685,50 @@ def decoded(body: bytes, head: Head) -> bytes:
 
 def asked_wait_s(low: Mapping[str, str], now_unix: float) -> float | None:
     """Seconds that an upstream asks us to wait (RFC 9110 10.2.3; retry-after-ms is OpenAI's)."""
-    for text in (low.get("retry-after-ms", "") + "ms", low.get("retry-after", "")):
-        if (wait_s := parse_reset(text, now_unix)) is not None:
-            return wait_s
+    text = low.get("retry-after", "")
+    for number, unit_s in ((low.get("retry-after-ms", ""), 0.001), (text, 1.0)):
+        if re.fullmatch(r"\s*\d{1,12}(\.\d*)?\s*", number, re.ASCII):
+            return float(number) * unit_s
+    with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now_unix)
     return reset_wait_s(low, now_unix)
+
+
+# OpenAI, OpenRouter, Anthropic: what is left of a limit, and when it is reset.
+_LIMIT_HEADERS = [
+    (pattern.format("remaining"), pattern.format("reset"))
+    for pattern in (
+        "x-ratelimit-{}-requests", "x-ratelimit-{}-tokens", "x-ratelimit-{}",
+        "anthropic-ratelimit-requests-{}", "anthropic-ratelimit-tokens-{}",
+        "anthropic-ratelimit-input-tokens-{}", "anthropic-ratelimit-output-tokens-{}",
+    )
+]  # fmt: skip
 
 
 def reset_wait_s(low: Mapping[str, str], now_unix: float) -> float | None:
     """Seconds until limits are reset of which the upstream says that nothing is left."""
     resets = [
-        parse_reset(low.get(name.replace("remaining", "reset"), ""), now_unix) or 0.0
-        for name, left in low.items()
-        if "ratelimit-" in name and "remaining" in name and not left.strip("0")
+        parse_reset(low.get(reset, ""), now_unix)
+        for remaining, reset in _LIMIT_HEADERS
+        if low.get(remaining, "").strip("0") == "" and remaining in low
     ]
     return max(resets, default=None)
 
 
-def parse_reset(text: str, now_unix: float) -> float | None:
-    """Seconds of a time to wait: `1m2.5s`, seconds, a Unix time in s or ms, RFC 3339, HTTP's."""
+def parse_reset(text: str, now_unix: float) -> float:
+    """Seconds of a reset header: `1m2.5s`, plain seconds, a Unix time in s or ms, or RFC 3339."""
     text = text.strip()
     spans = re.findall(r"(\d+(?:\.\d+)?)(ms|[dhms])", text)
     if spans and "".join(number + unit for number, unit in spans) == text:
         return sum(float(number) * {**_SECONDS, "d": 86400.0}[unit] for number, unit in spans)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         value = float(text)
         value = value / 1000 if value > 1e11 else value
         value = value - now_unix if value > 1e9 else value
         return value if 0 <= value < 1e9 else 0.0
-    for read in (datetime.fromisoformat, parsedate_to_datetime):
-        with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
-            return max(0.0, read(text).timestamp() - now_unix)
-    return None
+    with contextlib.suppress(ValueError, OverflowError):
+        return max(0.0, datetime.fromisoformat(text).timestamp() - now_unix)
+    return 0.0
 
 
 KEY_PARAMETERS = ("key", "api_key", "apikey", "api-key", "access_token", "token")
@@ -2811,10 +2824,15 @@ def error_body(error: ProxyError, dialect: str, trace: str) -> bytes:
     return json.dumps({"error": inner}).encode()
 
 
+_LOOPBACK_ORIGIN = re.compile(
+    r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\]|[a-z0-9-]+\.localhost)(:\d{1,5})?",
+    re.IGNORECASE,
+)
+
+
 def is_allowed_origin(origin: str, allowed: list[str]) -> bool:
-    kind, _, host = origin.partition("://")
-    is_local = kind.lower() in ("http", "https") and "/" not in host and is_loopback(host)
-    return origin in allowed or is_local or kind in ("app", "tauri", "vscode-webview")
+    is_app = origin.startswith(("app://", "tauri://", "vscode-webview://"))
+    return origin in allowed or is_app or bool(_LOOPBACK_ORIGIN.fullmatch(origin))
 
 
 @functools.lru_cache(1024)
@@ -3328,7 +3346,9 @@ class Ledger:
 
     def _open_file(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # -wal and -shm take its mode
+        # What is beside it takes its mode. To close one that is there would end all of our locks.
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         with contextlib.ExitStack() as stack:
             db = sqlite3.connect(
                 self.path, timeout=1.0, isolation_level=None, check_same_thread=False
@@ -4218,6 +4238,12 @@ _EXPLANATIONS = (  # the first that fits
 )  # fmt: skip
 
 
+def proxy_for(url: URL) -> str | None:
+    """The proxy that the environment names for what is not on this machine."""
+    is_direct = is_loopback(url.host or "") or urllib.request.proxy_bypass(url.host or "")
+    return None if is_direct else urllib.request.getproxies().get(url.scheme)
+
+
 class Upstream:
     """One base URL: the connections to it, its gate and its keys."""
 
@@ -4246,8 +4272,7 @@ class Upstream:
         self.watch: asyncio.Task[None] | None = None  # while a circuit of it is open
         self._base_path = url.raw_path.rstrip("/")
         self._host = url.host_port_subcomponent or ""
-        is_direct = is_loopback(host) or urllib.request.proxy_bypass(host)
-        proxy = "" if is_direct else urllib.request.getproxies().get(url.scheme)
+        proxy = proxy_for(url)
         is_absolute = bool(proxy) and url.scheme == "http"
         self._origin = f"http://{self._host}" if is_absolute else ""  # what a plain proxy wants
         self.pool = Pool(url, URL(proxy) if proxy else None, self._is_over)
@@ -7630,17 +7655,15 @@ class Remote(Operator):
     async def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """One request. Raises CannotError: nobody answers there, or the answer is no."""
         headers = {"Authorization": f"Bearer {self._admin_key}"} if self._admin_key else None
-        is_far = not is_loopback(URL(self.url).host or "")  # only then by http_proxy
+        more: dict[str, Any] = {"json": body, "headers": headers, "proxy": proxy_for(URL(self.url))}
         try:
             async with (
                 asyncio.timeout(10),
-                aiohttp.ClientSession(trust_env=is_far) as session,
-                session.request(
-                    method, f"{self.url}{ADMIN}{path}", json=body, headers=headers
-                ) as response,
+                aiohttp.ClientSession() as session,
+                session.request(method, f"{self.url}{ADMIN}{path}", **more) as response,
             ):
                 doc = parse_json(await response.read()) or {}
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             why = printable(str(error)) or type(error).__name__
             raise CannotError(f"no daemon answers at {self.url} ({why})") from None
         if "x-llmproxy-fate" not in response.headers:
@@ -8199,15 +8222,16 @@ def on_signal(act: Callable[[], object]) -> None:
 
 async def run(settings: Settings, console: Console | None) -> int:
     """The daemon's life: start, serve, drain on the first signal, end at once on a second."""
-    stop = asyncio.Event()
+    signals: asyncio.Queue[None] = asyncio.Queue()  # each counts, however early it comes
+    stop = functools.partial(signals.put_nowait, None)
     raise_file_limit()
-    on_signal(stop.set)
+    on_signal(stop)
     stderr_log.is_json = settings.log == "json"
     async with gateway_for(settings) as gateway:
 
         def hang_up() -> None:
             if console is not None and not sys.stdout.isatty():  # the terminal has gone
-                stop.set()
+                stop()
             else:
                 gateway.answers.spawn(reload(gateway.control))
 
@@ -8219,18 +8243,20 @@ async def run(settings: Settings, console: Console | None) -> int:
             log.warning("listening on %s: whoever reaches it can use the upstream", settings.host)
         notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS=on {gateway.url}")
         living = asyncio.create_task(keep_notifying())
-        async with showing(gateway, gateway.url, console, stop.set):
-            await stop.wait()
+        async with showing(gateway, gateway.url, console, stop):
+            await signals.get()
             gateway.fold()
             notify("STOPPING=1")
             log.warning("draining: calls in flight finish, new ones get 503; again to end now")
             draining = asyncio.ensure_future(gateway.drain())
-            on_signal(draining.cancel)
-            await asyncio.wait([draining])
-            living.cancel()
-            if draining.cancelled() or not draining.result():
+            second = asyncio.ensure_future(signals.get())
+            await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
+            is_second = second.done()
+            for task in (draining, second, living):
+                task.cancel()
+            if is_second or not draining.result():
                 log.warning("ended with calls in flight")
-        return int(draining.cancelled())
+        return int(is_second)
 
 
 def raise_file_limit() -> None:
@@ -8550,6 +8576,7 @@ async def demo(settings: Settings, console: Console | None) -> int:
 ###############################################################################
 # Rule: reads logs of calls and says what a proxy would have done with them; calls nothing.
 
+LINE_BYTES = 32 * 2**20  # of a log; a longer one is no call
 WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0, "24 h": 86400.0, "all": math.inf}
 
 
@@ -8680,7 +8707,11 @@ def log_lines(path: str) -> Iterator[bytes]:
                 yield json.dumps(dict(row)).encode()
             return
         plain: Any = gzip.GzipFile(fileobj=file) if begun[:2] == b"\x1f\x8b" else file
-        yield from plain
+        while line := plain.readline(LINE_BYTES):
+            is_whole = len(line) < LINE_BYTES
+            yield line if is_whole else b"too long"
+            while not is_whole and line and not line.endswith(b"\n"):  # it is passed over
+                line = plain.readline(LINE_BYTES)
 
 
 def print_replay(report: Mapping[str, Any], shows_words: bool) -> None:
@@ -9040,7 +9071,13 @@ def _top(args: argparse.Namespace) -> int:
 
     async def show() -> int:
         await remote.status()  # before the screen is taken
-        stop = cast(asyncio.Task[int], asyncio.current_task()).cancel
+        task, stopping = cast(asyncio.Task[int], asyncio.current_task()), asyncio.Event()
+
+        def stop() -> None:
+            if not stopping.is_set():  # once: the screen has to be given back
+                stopping.set()
+                task.cancel()
+
         on_signal(stop)
         with contextlib.suppress(asyncio.CancelledError):
             await live_table(remote, remote.url, console, stop)

@@ -1205,6 +1205,30 @@ def test_adaptive_finds_the_best_level(
     assert calls / 2 / (ends[-1] - ends[calls // 2]) > 0.9 * fixed
 
 
+async def test_a_gate_finds_its_level_and_climbs_again_after_a_429(clock: FakeClock) -> None:
+    gate, is_over = Gate(4, 10**6, clock), False
+    gate.adaptive = Adaptive(4, clock)
+
+    async def caller() -> None:
+        while not is_over:
+            permit = await gate.enter(Demand(1, 0, 100))
+            await asyncio.sleep(0.01)
+            permit.settle(0, 100)
+            permit.leave()
+
+    callers = [asyncio.create_task(caller()) for _ in range(64)]
+    await asyncio.sleep(5)
+    assert gate.slots > 16
+    for _ in range(10):
+        gate.slots = gate.adaptive.overloaded()
+        await asyncio.sleep(0.2)
+    low = gate.slots
+    await asyncio.sleep(5)
+    is_over = True
+    await asyncio.gather(*callers)
+    assert low < gate.slots > 16
+
+
 def test_adaptive_learns_nothing_while_nobody_waits_and_gives_way_to_429(clock: FakeClock) -> None:
     gauge = Adaptive(8, clock)
     for work, is_full, times in ((100.0, False, 200), (0.0, True, 200), (100.0, True, 9)):
@@ -1453,6 +1477,11 @@ def test_paths_and_headers_are_read_in_all_their_forms() -> None:
     assert (wait_s(date, 20), wait_s(date, 90), wait_s({}, 0)) == (40, 0, None)
     assert wait_s({"retry-after": "3"}, 0) == 3 and wait_s({"retry-after": "soon"}, 0) is None
     assert wait_s({"retry-after": "3", "retry-after-ms": "250"}, 0) == 0.25
+    for odd in ("-5", "nan", "inf", "9" * 14):
+        assert wait_s({"retry-after": odd}, 0) is None
+    for name, found in (("x-ratelimit-{}-requests", 30), ("x-ratelimit-{}-images", None)):
+        limit = {name.format("remaining"): "0", name.format("reset"): "30s"}
+        assert llmproxy.reset_wait_s(limit, 0) == found
 
 
 def test_hosts_origins_and_log_texts_are_told_from_bad_ones() -> None:
@@ -1460,7 +1489,8 @@ def test_hosts_origins_and_log_texts_are_told_from_bad_ones() -> None:
         ("localhost localhost:4000 127.0.0.1:1 [::1]:80 ::1 x.localhost 127.9.9.9",
          "evil.com 127.0.0.1.evil.com localhost.evil.com 10.0.0.1  0.0.0.0", llmproxy.is_loopback),
         ("http://localhost:3000 https://127.0.0.1 app://obsidian.md http://[::1]:5 https://a.org",
-         "null http://evil.com http://localhost.evil.com http://localhost:1@evil.com",
+         "null http://evil.com http://localhost.evil.com http://localhost:1@evil.com app "
+         "http://evil.com#.localhost http://evil.com?.localhost http://x:y.localhost",
          lambda origin: llmproxy.is_allowed_origin(origin, ["https://a.org"])),
     ):  # fmt: skip
         assert [host for host in known.split(" ") if not is_known(host)] == []
@@ -4661,7 +4691,7 @@ def slow_ones(request: pytest.FixtureRequest) -> Iterator[Procs]:
         proc.communicate()
 
 
-@pytest.mark.parametrize("how", ["paused", "SIGINT", "twice"])
+@pytest.mark.parametrize("how", ["paused", "SIGINT", "twice", "at once"])
 async def test_first_signal_drains_streams_queue_and_pause_and_a_second_ends(how: str) -> None:
     release, parts = asyncio.Event(), [STREAM[0], b"".join(STREAM[1:]) + DONE]
     made = daemon(lambda e: play(e, parts, wait=release), "--concurrency", "1")
@@ -4673,7 +4703,13 @@ async def test_first_signal_drains_streams_queue_and_pause_and_a_second_ends(how
         calls += start(caller, ask("b", stream=True))
         while not (await admin(caller, "status"))[1]["queued"]:
             pass
-        proc.send_signal(signal.SIGINT if how == "SIGINT" else signal.SIGTERM)
+        proc.send_signal(signal.SIGINT if how != "twice" else signal.SIGTERM)
+        if how == "at once":  # two count as two
+            proc.terminate()
+            assert await asyncio.to_thread(proc.wait, 10) == 1
+            release.set()
+            await asyncio.gather(*calls, return_exceptions=True)
+            return
         while (ready := await admin(caller, "ready"))[0] == 200:
             pass
         status, headers, late = await caller.fetch(ask("late"))
@@ -5414,7 +5450,37 @@ def test_demo_prints_what_happened_and_ends(slow_ones: Procs) -> None:
     assert reached <= 25 < made and "well after" in out
 
 
-def test_replay_counts_repeats_and_reads_every_kind_of_log(tmp_path: Path) -> None:
+async def test_what_is_far_is_asked_by_the_proxy_and_without_netrc(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    (tmp_path / "netrc").write_text("default login bob password hunter2\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    head = "x-llmproxy-fate: bypass\r\n"
+    async with upstream(lambda e: e.plain(b"{}", headers=head)) as up:
+        monkeypatch.setenv("http_proxy", up.base)
+        for key in ("k-1", None):
+            assert await llmproxy.Remote("http://far.test", key).ask("GET", "status") == {}
+        asked = [exchange.headers.get("authorization") for exchange in up.asked]
+        assert asked == ["Bearer k-1", None] and up.asked[0].target.startswith("http://far.test/")
+
+
+async def test_to_open_the_ledger_again_ends_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    started(path).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA locking_mode = EXCLUSIVE")
+    db.execute("BEGIN IMMEDIATE")
+    Ledger(path, lambda: 0.0)._write([])  # which cannot be while another writes
+    other = [sys.executable, "-c", f"import sqlite3; sqlite3.connect({str(path)!r}, "
+             "timeout=0).execute('BEGIN IMMEDIATE')"]  # fmt: skip
+    found = await asyncio.to_thread(subprocess.run, other, capture_output=True)
+    assert b"locked" in found.stderr
+    db.close()
+
+
+def test_replay_counts_repeats_and_reads_every_kind_of_log(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     def line(at: float, prompt: str, client: str = "a", **more: Any) -> dict[str, Any]:
         return {"time_unix": at, "client": client, "request": ask(prompt), **more}
 
@@ -5449,6 +5515,10 @@ def test_replay_counts_repeats_and_reads_every_kind_of_log(tmp_path: Path) -> No
     assert json.loads(done.stdout)["calls"] == 7
     odd = [line(math.inf, "x"), line(1, "y", time_unix="1700000000.5")]
     assert replayed("odd", odd)["calls"] == 2
+    monkeypatch.setattr(llmproxy, "LINE_BYTES", 1000)
+    long = json.dumps(line(1, "z" * 5000)) + "\n" + json.dumps(line(2, "short"))
+    report = replayed("long", long.encode())
+    assert [report[n] for n in ("calls", "lines", "bad_lines")] == [1, 2, 1]
     for bad in (data[:-9], b"", b"\0\xff" * 99, None):
         replayed("absent" if bad is None else "bad", bad, code=1)
 
