@@ -1422,6 +1422,61 @@ class Demand:
         self.charge = max(1, self.tokens) / SHARES[self.priority]
 
 
+class Keys:
+    """What an upstream's calls go with: a pool of keys, or each caller's own.
+
+    The latter is known here by the client's name.
+    """
+
+    def __init__(self, pool: Iterable[Key], clock: Clock) -> None:
+        self.pool, self._clock = list(pool), clock
+        self.own: LruMap[Key] = LruMap(
+            lambda client: Key("caller's own", clock=clock),
+            lambda key: not key.running and all(p.until < clock() for p in key.pauses.values()),
+        )
+
+    def known(self) -> list[Key]:
+        return self.pool or self.own.values()
+
+    def pick(self, demand: Demand) -> tuple[Key | None, bool]:
+        """The key that a call would go with, and whether none may be used for its model."""
+        keys = self.pool or [own := self.own[demand.client]]
+        if not self.pool and not own.pauses:
+            return own, False
+        free = [key for key in keys if not key.free_at(demand.model)]
+        fitting = [key for key in free if key.fits(demand.tokens)]
+        small = {k for k in fitting if k.tpm is not None and demand.tokens > k.tpm.limit}  # last
+        return min(fitting, key=lambda key: (key in small, key.load), default=None), not free
+
+    def free_at(self, demand: Demand) -> float:
+        """When the upstream takes calls like this again; 0: it does, or it has to be tried."""
+        keys = self.pool or [self.own[demand.client]]
+        free_at = min(key.free_at(demand.model) for key in keys)
+        return 0.0 if free_at == math.inf else free_at
+
+    def most_tokens(self) -> float:
+        """The largest call that fits into a key's tpm."""
+        limits = [key.tpm.limit if key.tpm is not None else math.inf for key in self.pool]
+        return max(limits, default=math.inf)
+
+    def least_loaded(self) -> Key:
+        """One of the pool, for a call that needs no permit."""
+        keys = [k for k in self.pool if not k.free_at("")] or self.pool
+        return min(keys, key=lambda key: key.load)
+
+    def refusal(self, model: str) -> ProxyError | None:
+        """The error where every key of the pool has been refused by the upstream."""
+        now = self._clock()
+        pauses = ([p for p in key.active(model) if p.until > now] for key in self.pool)
+        said = [[p.reason for p in found if p.reason in ("401", "403")] for found in pauses]
+        if not said or [] in said:
+            return None
+        again_s = min(key.free_at(model) for key in self.pool) - now
+        why = f"no key is left: the upstream answered {said[0][0]} to [[upstream_key]] "
+        why += self.pool[0].name + (f" and {len(said) - 1} more" if len(said) > 1 else "")
+        return ProxyError("upstream_key_refused", why, retry_after_s=again_s)
+
+
 class Permit:
     """What the gate gives an attempt: slots, weight, a key, a part of rpm and tpm."""
 
@@ -1473,7 +1528,7 @@ class Permit:
         A 403 may be for the call: the only key stays, and so do two that get one for the same call.
         """
         first = self.demand.refused_by
-        if status == "403" and (first is not None or len(self._gate.pool) < 2):
+        if status == "403" and (first is not None or len(self._gate.keys.pool) < 2):
             for key in (first, self.key) if first is not None else ():
                 key.pauses.pop(self.demand.model, None)
             return False
@@ -1488,15 +1543,16 @@ class Permit:
             self.work = prompt_tokens / 10 + output_tokens  # reading costs a tenth of writing
             tokens = prompt_tokens + output_tokens
             tokens = min(tokens, 20 * max(500, demand.tokens))  # whatever an upstream reports
-            gate.refund(demand, (demand.tokens - tokens) / SHARES[demand.priority])
-            gate.used_share += 0.1 * (tokens / max(1, demand.tokens) - gate.used_share)
+            gate.queue.refund(demand, (demand.tokens - tokens) / SHARES[demand.priority])
+            ratio = tokens / max(1, demand.tokens)
+            gate.forecast.used_share += 0.1 * (ratio - gate.forecast.used_share)
             self.reservation.settle(prompt_tokens, output_tokens)
 
     def leave(self) -> None:
         """Give all back, once; where nothing was settled, the call has used no tokens."""
         gate = self._gate
         if not self._is_settled:
-            gate.refund(self.demand, self.demand.charge)
+            gate.queue.refund(self.demand, self.demand.charge)
         self.reservation.settle(requests=int(self.was_sent))
         for pause in self.key.active(self.demand.model):
             pause.trial = None if pause.trial is self else pause.trial
@@ -1507,13 +1563,126 @@ class Permit:
 @dataclass(slots=True, eq=False)
 class _Waiter:
     future: asyncio.Future[Permit]
-    place: tuple[float, int]  # start tag, and the order in which they came
     demand: Demand
     entered_at: float
     limited_s: float  # the gate's total when it came
     chances: int
+    place: tuple[float, int] = (0.0, 0)  # start tag, and the order in which they came
     timer: asyncio.TimerHandle | None = None
     passed: int = 0
+
+
+class FairQueue:
+    """Calls that wait, in their order.
+
+    Strategy: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A flow is one client at
+    one priority. A call's start tag is the later of the virtual time and its flow's finish tag;
+    the flow's finish tag then grows by tokens / share, corrected when the real usage is known.
+    The lowest start tag goes next, so a batch of 500 delays another client's single call by about
+    one call, and a low share still gets its part.
+    """
+
+    def __init__(self) -> None:
+        self.waiters: list[_Waiter] = []  # by place
+        self.size_bytes = self.tokens = 0
+        self._order, self._virtual = 0, 0.0
+        self._finish: dict[tuple[str, str], float] = {}
+
+    def __len__(self) -> int:
+        return len(self.waiters)
+
+    def charge(self, demand: Demand) -> float:
+        """Charge a call to its flow; returns its start tag."""
+        if len(self._finish) > 1024:  # a flow behind the virtual time has no debt to remember
+            self._finish = {f: tag for f, tag in self._finish.items() if tag > self._virtual}
+        start_tag = max(self._virtual, self._finish.get(demand.flow, 0.0))
+        self._finish[demand.flow] = start_tag + demand.charge
+        return start_tag
+
+    def refund(self, demand: Demand, charge: float) -> None:
+        """Its flow has not been served so much of what it was charged for."""
+        if demand.flow in self._finish:
+            self._finish[demand.flow] -= charge
+
+    def goes(self, start_tag: float) -> None:
+        """A call with this tag is served now."""
+        self._virtual = max(self._virtual, start_tag)
+
+    def find_place(self, waiter: _Waiter) -> int:
+        """How many are before it. One that comes back from its backoff is before all new ones."""
+        self._order += 1
+        waiter.place = -math.inf if waiter.chances else self.charge(waiter.demand), self._order
+        return bisect.bisect(self.waiters, waiter.place, key=lambda w: w.place)
+
+    def insert(self, place: int, waiter: _Waiter) -> None:
+        self.waiters.insert(place, waiter)
+        self.size_bytes += waiter.demand.size_bytes
+        self.tokens += waiter.demand.tokens
+
+    def remove(self, waiter: _Waiter, is_refunded: bool = False) -> None:
+        self.waiters.remove(waiter)
+        self.size_bytes -= waiter.demand.size_bytes
+        self.tokens -= waiter.demand.tokens
+        if is_refunded and not waiter.chances:
+            self.refund(waiter.demand, waiter.demand.charge)
+
+
+class Forecast:
+    """When the calls that wait at a gate will go.
+
+    It supposes that a call holds its permit as long as calls did of late, and uses as large a part
+    of the tokens that it reserves.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.service_s = 1.0  # running mean of how long a permit is held
+        self.used_share = 1.0  # and of what is used of the tokens that are reserved
+        self._promised: deque[tuple[float, int]] = deque(maxlen=1000)  # see `promise`
+
+    def at(
+        self, demand: Demand, calls: int, promised: Iterable[tuple[float, int]] = ()
+    ) -> float:
+        """When a call goes with so many calls before it, and those that were promised a time."""
+        gate, service_s = self._gate, self.service_s
+        now, pool, queue = gate.clock(), gate.keys.pool, gate.queue
+        tokens = queue.tokens * calls / max(1, len(queue)) + demand.tokens
+        for _, more in promised:
+            calls, tokens = calls + 1, tokens + more
+        slots = max(1, min(gate.slots, gate.capacity // max(1, demand.weight)))
+        begun = sorted(max(p.granted_at, now - 0.9 * service_s) for p in gate.permits)
+        ends = [now] * (slots - len(begun)) + [at + service_s for at in begun[-slots:]]
+        at = max(ends[calls % slots] + calls // slots * service_s, gate.keys.free_at(demand))
+        groups = [gate.rpm], [key.rpm for key in pool], [gate.tpm], [key.tpm for key in pool]
+        amounts = calls + 1, calls + 1, tokens * self.used_share, tokens * self.used_share
+        for buckets, amount in zip(groups, amounts, strict=True):
+            limits = [bucket for bucket in buckets if bucket is not None]
+            for bucket in limits if len(limits) == len(buckets) else ():
+                at = max(at, bucket.forecast_at(amount / len(limits), service_s))
+        return at
+
+    def promise(self, demand: Demand, calls: int) -> float:
+        """Seconds until a call that is rejected now would have gone.
+
+        The rejected keep their place until the time that they were told has come: else all who are
+        rejected together would be told the same.
+        """
+        now = self._gate.clock()
+        while self._promised and self._promised[0][0] <= now:
+            self._promised.popleft()
+        go_at = self.at(demand, calls, self._promised)
+        self._promised.append((go_at, demand.tokens))
+        return max(0.0, go_at - now)
+
+    def flows(self) -> list[tuple[str, str, int, float]]:
+        """Client, priority, number of calls and seconds until the last of them goes."""
+        waiters, now = self._gate.queue.waiters, self._gate.clock()
+        last = {waiter.demand.flow: n for n, waiter in enumerate(waiters)}
+        counts = Counter(waiter.demand.flow for waiter in waiters)
+        return [
+            (*flow, counts[flow], self.at(waiters[place].demand, place) - now)
+            for flow, place in last.items()
+        ]
 
 
 class Gate:
@@ -1521,16 +1690,8 @@ class Gate:
 
     A call takes one of `slots` (or as many as its `places`) and `weight` of `capacity`; one heavier
     than the whole is clamped to it and runs alone. It takes its part of `rpm` and `tpm`, and the
-    least loaded key of `pool`. Where there is no pool it goes with its caller's own key, which is
-    known here by the client's name.
-
-    Strategy: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A flow is one client at
-    one priority. A call's start tag is the later of the virtual time and its flow's finish tag;
-    the flow's finish tag then grows by tokens / share, corrected when the real usage is known.
-    The lowest start tag goes next, so a batch of 500 delays another client's single call by about
-    one call, and a low share still gets its part. A head that needs more than is free may be
-    passed by lighter calls MAX_PASSED times; one whose key and model the upstream holds back is
-    passed freely.
+    least loaded key. A head that needs more than is free may be passed by lighter calls MAX_PASSED
+    times; one whose key and model the upstream holds back is passed freely.
     """
 
     def __init__(
@@ -1538,26 +1699,15 @@ class Gate:
         rpm: Bucket | None = None, tpm: Bucket | None = None, pool: Iterable[Key] = (),
     ) -> None:  # fmt: skip
         self.slots, self.capacity, self.rpm, self.tpm = slots, capacity, rpm, tpm
-        self.pool = list(pool)
-        self.taken = self.weight = self.queued_bytes = 0
+        self.keys, self.queue, self.forecast = Keys(pool, clock), FairQueue(), Forecast(self)
+        self.taken = self.weight = 0
         self.permits: set[Permit] = set()
         self.is_paused = False  # by the operator: nobody goes
         self.adaptive: Adaptive | None = None
-        self.service_s = 1.0  # running mean of how long a permit is held
-        self.used_share = 1.0  # and of what is used of the tokens that are reserved
-        self.own: LruMap[Key] = LruMap(  # of callers, by client, where there is no pool
-            lambda client: Key("caller's own", clock=clock),
-            lambda key: not key.running and all(p.until < clock() for p in key.pauses.values()),
-        )
-        self._queue: list[_Waiter] = []  # by place
-        self._order = self._queued_tokens = 0
-        self._virtual = 0.0
-        self._finish: dict[tuple[str, str], float] = {}
         self.clock = clock
         self._limited_at: float | None = None  # since when buckets or pauses hold the queue up
         self._limited_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._promised: deque[tuple[float, int]] = deque(maxlen=1000)  # see _promise
 
     @property
     def running(self) -> int:
@@ -1565,7 +1715,7 @@ class Gate:
 
     @property
     def queued(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def resize(self, slots: int, capacity: int) -> None:
         self.slots, self.capacity = slots, capacity
@@ -1595,9 +1745,10 @@ class Gate:
                 nothing is held.
             CancelledError: the place in the queue, or the permit just granted, is given back.
         """
-        if not self._queue and not self.is_paused and self._fits(demand):
-            if (key := self._pick(demand)[0]) is not None:
-                self._virtual = self._charge(demand)
+        queue = self.queue
+        if not queue.waiters and not self.is_paused and self._fits(demand):
+            if (key := self.keys.pick(demand)[0]) is not None:
+                queue.goes(queue.charge(demand))
                 return Permit(self, demand, key)
         timing = timing or Timing()
         waiter = self._enqueue(demand, timing, queue_size, timeout_s, chances)
@@ -1606,8 +1757,8 @@ class Gate:
         try:
             return await waiter.future
         except asyncio.CancelledError:
-            if waiter in self._queue:
-                self._remove(waiter, is_refunded=True)
+            if waiter in queue.waiters:
+                queue.remove(waiter, is_refunded=True)
                 self.dispatch()  # it may have been the head that held lighter ones back
             elif waiter.future.done() and not waiter.future.cancelled():
                 if waiter.future.exception() is None:
@@ -1629,7 +1780,7 @@ class Gate:
 
     def retime(self, timeout_s: float) -> None:
         """queue-timeout has changed, also for those who wait."""
-        for waiter in self._queue:
+        for waiter in self.queue.waiters:
             if waiter.timer is not None:
                 waiter.timer.cancel()
             self._time(waiter, timeout_s)
@@ -1638,76 +1789,48 @@ class Gate:
         """A permit is given back."""
         self.permits.discard(permit)
         if self.adaptive is not None:  # before its place is free: did the level hold others back?
-            is_full = bool(self._queue) and not self._fits_slots(self._queue[0].demand)
+            waiters = self.queue.waiters
+            is_full = bool(waiters) and not self._fits_slots(waiters[0].demand)
             self.slots = self.adaptive.done(permit.work, is_full)
         self.taken -= permit.places
         self.weight -= permit.weight
-        self.service_s += 0.1 * (self.clock() - permit.granted_at - self.service_s)
-        if self._queue:
+        forecast = self.forecast
+        forecast.service_s += 0.1 * (self.clock() - permit.granted_at - forecast.service_s)
+        if self.queue.waiters:
             self.dispatch()
-
-    def refund(self, demand: Demand, charge: float) -> None:
-        """Its flow has not been served so much of what it was charged for."""
-        if demand.flow in self._finish:
-            self._finish[demand.flow] -= charge
 
     def struck(self, permit: Permit, reason: str) -> None:
         """Fail those who wait for what has just been refused, and can do so no longer."""
         now, model = self.clock(), permit.demand.model
-        for waiter in [w for w in self._queue if w.demand.model == model or reason == "401"]:
-            if (refusal := self.refusal(waiter.demand)) is not None:
+        waiters = self.queue.waiters
+        for waiter in [w for w in waiters if w.demand.model == model or reason == "401"]:
+            if (refusal := self.keys.refusal(waiter.demand.model)) is not None:
                 self._fail(waiter, refusal)
             elif reason == "429" and waiter.chances and waiter.entered_at <= permit.granted_at:
-                waiter.chances -= self.free_at(waiter.demand) > now
+                waiter.chances -= self.keys.free_at(waiter.demand) > now
                 if not waiter.chances:
                     why = "the upstream is over its limit"
                     self._fail(waiter, ProxyError("queue_timeout", why))
 
     def reject(self, circuit: Circuit, error: Callable[[], ProxyError]) -> None:
         """Fail every waiting call of `circuit`."""
-        for waiter in [w for w in self._queue if w.demand.circuit is circuit]:
+        for waiter in [w for w in self.queue.waiters if w.demand.circuit is circuit]:
             self._fail(waiter, error())
         self.dispatch()
-
-    def refusal(self, demand: Demand) -> ProxyError | None:
-        """The error where every key of the pool has been refused by the upstream."""
-        model, now = demand.model, self.clock()
-        pauses = ([p for p in key.active(model) if p.until > now] for key in self.pool)
-        said = [[p.reason for p in found if p.reason in ("401", "403")] for found in pauses]
-        if not said or [] in said:
-            return None
-        again_s = min(key.free_at(model) for key in self.pool) - now
-        why = f"no key is left: the upstream answered {said[0][0]} to [[upstream_key]] "
-        why += self.pool[0].name + (f" and {len(said) - 1} more" if len(said) > 1 else "")
-        return ProxyError("upstream_key_refused", why, retry_after_s=again_s)
-
-    def least_loaded(self) -> Key:
-        """A key for a call that needs no permit."""
-        keys = [k for k in self.pool if not k.free_at("")] or self.pool
-        return min(keys, key=lambda key: key.load)
-
-    def waiting(self) -> list[tuple[str, str, int, float]]:
-        """Client, priority, number of calls and seconds until the last of them goes."""
-        last = {waiter.demand.flow: n for n, waiter in enumerate(self._queue)}
-        counts, now = Counter(waiter.demand.flow for waiter in self._queue), self.clock()
-        return [
-            (*flow, counts[flow], self._forecast_at(self._queue[place].demand, place) - now)
-            for flow, place in last.items()
-        ]
 
     def dispatch(self) -> None:
         """Let go who may: whenever anything has changed, or time has brought something back."""
         now = self.clock()  # before the looks: what is held back by then shall not be forgotten
         while (found := self._next()) is not None:
             waiter, key = found
-            self._remove(waiter)
+            self.queue.remove(waiter)
             if not waiter.future.done():  # else cancelled, its task has not run yet
-                self._virtual = max(self._virtual, waiter.place[0])
+                self.queue.goes(waiter.place[0])
                 waiter.future.set_result(Permit(self, waiter.demand, key))
         if self._limited_at is None:
             return
         # Buckets or pauses hold the queue up: time alone lets it go on.
-        keys = self.pool or self.own.values()
+        keys = self.keys.known()
         buckets = [self.rpm, self.tpm, *(b for key in keys for b in (key.rpm, key.tpm))]
         times = [p.until for key in keys for p in key.pauses.values()]
         times += [b.spent[0][1] for b in buckets if b is not None and b.used and b.spent]
@@ -1716,12 +1839,6 @@ class Gate:
         if times := [at for at in times if now < at < math.inf]:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(min(times) - now + 0.001, self.dispatch)
-
-    def free_at(self, demand: Demand) -> float:
-        """When the upstream takes calls like this again; 0: it does, or it has to be tried."""
-        keys = self.pool or [self.own[demand.client]]
-        free_at = min(key.free_at(demand.model) for key in keys)
-        return 0.0 if free_at == math.inf else free_at
 
     def _fits_slots(self, demand: Demand) -> bool:
         return self.taken + max(1, min(demand.places, self.slots)) <= self.slots
@@ -1739,68 +1856,45 @@ class Gate:
 
     def _is_giant(self, demand: Demand) -> bool:
         """Larger than a whole bucket: it waits for an untouched one, so nobody may pass it."""
-        limits = [key.tpm.limit if key.tpm is not None else math.inf for key in self.pool]
         limit = self.tpm.limit if self.tpm is not None else math.inf
-        return demand.tokens > min(limit, max(limits, default=math.inf))
-
-    def _pick(self, demand: Demand) -> tuple[Key | None, bool]:
-        """The key that a call would go with, and whether none may be used for its model."""
-        keys = self.pool or [own := self.own[demand.client]]
-        if not self.pool and not own.pauses:
-            return own, False
-        free = [key for key in keys if not key.free_at(demand.model)]
-        fitting = [key for key in free if key.fits(demand.tokens)]
-        small = {k for k in fitting if k.tpm is not None and demand.tokens > k.tpm.limit}  # last
-        return min(fitting, key=lambda key: (key in small, key.load), default=None), not free
-
-    def _charge(self, demand: Demand) -> float:
-        """Charge a call to its flow; returns its start tag."""
-        if len(self._finish) > 1024:  # a flow behind the virtual time has no debt to remember
-            self._finish = {f: tag for f, tag in self._finish.items() if tag > self._virtual}
-        start_tag = max(self._virtual, self._finish.get(demand.flow, 0.0))
-        self._finish[demand.flow] = start_tag + demand.charge
-        return start_tag
+        return demand.tokens > min(limit, self.keys.most_tokens())
 
     def _enqueue(
         self, demand: Demand, timing: Timing, queue_size: int, timeout_s: float, chances: int
     ) -> _Waiter:
-        now = self.clock()
-        if (refusal := self.refusal(demand)) is not None:
+        now, queue = self.clock(), self.queue
+        if (refusal := self.keys.refusal(demand.model)) is not None:
             raise refusal
-        if (wait_s := self.free_at(demand) - now) > timeout_s:
+        if (wait_s := self.keys.free_at(demand) - now) > timeout_s:
             why = f"the upstream asks to wait {wait_s:.0f} s, longer than --queue-timeout"
             raise ProxyError("queue_timeout", why, retry_after_s=wait_s)
-        full = len(self._queue) >= queue_size + self.slots * bool(chances)
-        if full and self._fits(demand) and self._pick(demand)[0] is not None:
+        full = len(queue) >= queue_size + self.slots * bool(chances)
+        if full and self._fits(demand) and self.keys.pick(demand)[0] is not None:
             # Where only such wait as the upstream holds back, this one goes at once.
-            full = not all(self._pick(w.demand)[1] for w in self._queue)
-        if full or self.queued_bytes + demand.size_bytes > QUEUED_BODIES_BYTES:
-            what = f"{len(self._queue)} calls" if full else "the bodies that may wait"
+            full = not all(self.keys.pick(w.demand)[1] for w in queue.waiters)
+        if full or queue.size_bytes + demand.size_bytes > QUEUED_BODIES_BYTES:
+            what = f"{len(queue)} calls" if full else "the bodies that may wait"
             why = f"the queue is full ({what}); raise --queue-size or send fewer calls at once"
-            wait_s = self._promise(demand, len(self._queue))
+            wait_s = self.forecast.promise(demand, len(queue))
             raise ProxyError("queue_full", why, retry_after_s=wait_s)
-        self._order += 1
-        tag = (-math.inf if chances else self._charge(demand)), self._order
         future: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(future, tag, demand, now, self._limited_total(), chances)
-        place = bisect.bisect(self._queue, tag, key=lambda w: w.place)
+        waiter = _Waiter(future, demand, now, self._limited_total(), chances)
+        place = queue.find_place(waiter)
         timing.position = place + 1
-        timing.expected_s = max(0.0, self._forecast_at(demand, place) - now)
-        self._queue.insert(place, waiter)
-        self.queued_bytes += demand.size_bytes
-        self._queued_tokens += demand.tokens
+        timing.expected_s = max(0.0, self.forecast.at(demand, place) - now)
+        queue.insert(place, waiter)
         return waiter
 
     def _next(self) -> tuple[_Waiter, Key] | None:
         """The first waiting call that may go, and the key it goes with."""
-        head, is_limited, queue = None, False, self._queue
-        if self.tpm is not None or any(key.tpm is not None for key in self.pool):
+        head, is_limited, queue = None, False, self.queue.waiters
+        if self.tpm is not None or any(key.tpm is not None for key in self.keys.pool):
             # A giant that has waited for long, wherever it stands: the others let it go first.
             since = self.clock() - WINDOW_S / 2
             giants = (w for w in queue if w.entered_at < since and self._is_giant(w.demand))
             queue = [*itertools.islice(giants, 1)] or queue
         for waiter in queue if self.taken < self.slots and not self.is_paused else ():
-            key, is_held_back = self._pick(waiter.demand)
+            key, is_held_back = self.keys.pick(waiter.demand)
             if is_held_back:
                 is_limited = True
                 continue
@@ -1821,64 +1915,19 @@ class Gate:
         since = self._limited_at
         return self._limited_s + (0.0 if since is None else self.clock() - since)
 
-    def _remove(self, waiter: _Waiter, is_refunded: bool = False) -> None:
-        self._queue.remove(waiter)
-        self.queued_bytes -= waiter.demand.size_bytes
-        self._queued_tokens -= waiter.demand.tokens
-        if is_refunded and not waiter.chances:
-            self.refund(waiter.demand, waiter.demand.charge)
-
     def _fail(self, waiter: _Waiter, error: ProxyError) -> None:
-        self._remove(waiter, is_refunded=True)
+        self.queue.remove(waiter, is_refunded=True)
         if not waiter.future.done():
             waiter.future.set_exception(error)
 
     def _expire(self, waiter: _Waiter, timeout_s: float) -> None:
-        if waiter not in self._queue:
+        if waiter not in self.queue.waiters:
             return
-        place = self._queue.index(waiter)
+        place = self.queue.waiters.index(waiter)
         why = f"waited {timeout_s:.0f} s for a turn (--queue-timeout); {place} are ahead"
-        wait_s = self._promise(waiter.demand, place)
+        wait_s = self.forecast.promise(waiter.demand, place)
         self._fail(waiter, ProxyError("queue_timeout", why, retry_after_s=wait_s))
         self.dispatch()
-
-    def _forecast_at(
-        self, demand: Demand, calls: int, promised: Iterable[tuple[float, int]] = ()
-    ) -> float:
-        """When a call goes that has so many calls before it, and those that were promised a time.
-
-        It supposes that a call holds its permit as long as calls did of late, and uses as large a
-        part of the tokens that it reserves.
-        """
-        now, service_s, pool = self.clock(), self.service_s, self.pool
-        tokens = self._queued_tokens * calls / max(1, len(self._queue)) + demand.tokens
-        for _, more in promised:
-            calls, tokens = calls + 1, tokens + more
-        slots = max(1, min(self.slots, self.capacity // max(1, demand.weight)))
-        begun = sorted(max(p.granted_at, now - 0.9 * service_s) for p in self.permits)
-        ends = [now] * (slots - len(begun)) + [at + service_s for at in begun[-slots:]]
-        at = max(ends[calls % slots] + calls // slots * service_s, self.free_at(demand))
-        groups = [self.rpm], [key.rpm for key in pool], [self.tpm], [key.tpm for key in pool]
-        amounts = calls + 1, calls + 1, tokens * self.used_share, tokens * self.used_share
-        for buckets, amount in zip(groups, amounts, strict=True):
-            limits = [bucket for bucket in buckets if bucket is not None]
-            for bucket in limits if len(limits) == len(buckets) else ():
-                at = max(at, bucket.forecast_at(amount / len(limits), service_s))
-        return at
-
-    def _promise(self, demand: Demand, calls: int) -> float:
-        """Seconds until a call that is rejected now would have gone.
-
-        The rejected keep their place until the time that they were told has come: else all who are
-        rejected together would be told the same.
-        """
-        now = self.clock()
-        while self._promised and self._promised[0][0] <= now:
-            self._promised.popleft()
-        go_at = self._forecast_at(demand, calls, self._promised)
-        self._promised.append((go_at, demand.tokens))
-        return max(0.0, go_at - now)
-
 
 @dataclass(slots=True)
 class TextSize:
@@ -4307,9 +4356,9 @@ class Upstream:
             "is_adaptive": gate.adaptive is not None,
             "concurrency": gate.slots, "inflight_tokens": gate.capacity * 1000,
             "running": gate.running, "queued": gate.queued,
-            "service_s": round(gate.service_s, 3),
+            "service_s": round(gate.forecast.service_s, 3),
             "rpm": shown_bucket(gate.rpm), "tpm": shown_bucket(gate.tpm),
-            "keys": [key.shown() for key in gate.pool],
+            "keys": [key.shown() for key in gate.keys.pool],
         }  # fmt: skip
 
     # -- keys of ours
@@ -4320,8 +4369,8 @@ class Upstream:
 
     def set_keys(self, secrets_: list[str]) -> bool:
         """Use these from now on; returns whether one is new."""
-        found = [k for k, new in zip(self.gate.pool, secrets_, strict=True) if k.secret != new]
-        for key, secret in zip(self.gate.pool, secrets_, strict=True):
+        found = [k for k, new in zip(self.gate.keys.pool, secrets_, strict=True) if k.secret != new]
+        for key, secret in zip(self.gate.keys.pool, secrets_, strict=True):
             key.secret = secret
         for key in found:
             key.pauses.clear()
@@ -4338,22 +4387,22 @@ class Upstream:
 
     def hide(self, data: bytes) -> bytes:
         """What an upstream says, without a key of ours that it quotes; as long as before."""
-        for key in self.gate.pool:
+        for key in self.gate.keys.pool:
             data = data.replace(key.secret.encode(), b"*" * len(key.secret))
         return data
 
     def head_of(self, message: Any) -> Head:
         """That of what aiohttp has parsed."""
         headers, reason = Headers(message.raw_headers, _FRAMING), message.reason or ""
-        for key in self.gate.pool:
+        for key in self.gate.keys.pool:
             reason = reason.replace(key.secret, "***")
         return Head(message.code, reason, self.hide(headers.block()), headers.low)
 
     def key_line(self, key: Key | None, dialect: str) -> bytes:
         """The header that carries a key of ours; nothing where there is no pool of them."""
-        if not self.gate.pool:
+        if not self.gate.keys.pool:
             return b""
-        key = key if key is not None and key.secret else self.gate.least_loaded()
+        key = key if key is not None and key.secret else self.gate.keys.least_loaded()
         name = key.header or ("x-api-key" if dialect == "anthropic" else "Authorization")
         bearer = "Bearer " if name.lower() == "authorization" else ""
         return f"{name}: {bearer}{key.secret}\r\n".encode()
@@ -6162,7 +6211,7 @@ class Exchange:
         """Pass a part of the body on."""
         if self._events is not None and not (data := self._events.feed(data)):
             return
-        if self._upstream.gate.pool:
+        if self._upstream.gate.keys.pool:
             data = self._upstream.hide(data)
         if self._flight.passes:
             self.tail += data
@@ -7087,7 +7136,7 @@ class Gateway:
         if flight.passes or target.circuit.state is State.OPEN or not flight.readers:
             return False
         if failure.is_key_refused and lease.permit is not None:  # another key may be welcome
-            return target.upstream.gate.refusal(lease.demand) is None
+            return target.upstream.gate.keys.refusal(target.model) is None
         kind = request.retry or self.settings.rule_of(request.model).retry
         kind = kind or ("cautious" if request.doc.get("tools") else "safe")
         may = failure.ran_nothing if kind == "cautious" else failure.is_transient
@@ -7195,7 +7244,7 @@ class Gateway:
         if flight.passes and not request.doc:  # what a file comes to nobody knows
             prompt, weight = size // 3 if request.is_read else 0, 1
         elif request.doc and (
-            size > 3000 or gate.tpm is not None or gate.pool or gate.queued or request.client
+            size > 3000 or gate.tpm is not None or gate.keys.pool or gate.queued or request.client
             or record.task or self.accounts.budgets.all
         ):  # fmt: skip
             prompt = target.learned.prompt_tokens(request.size)
@@ -7252,7 +7301,7 @@ class Gateway:
     ) -> tuple[bytes, str]:
         """What goes up of the caller's headers and path: no credential that is not for this one."""
         keys, is_foreign, raw_path = request.own_keys, target.is_foreign, request.raw_path
-        is_ours = is_foreign or bool(target.upstream.gate.pool)
+        is_ours = is_foreign or bool(target.upstream.gate.keys.pool)
         without = CREDENTIALS if is_ours else ()
         without = without if is_as_it_came else (*without, "content-encoding")
         block = request.headers.block(without, SENT_ELSEWHERE if is_foreign else None, keys)
@@ -7394,7 +7443,7 @@ class Gateway:
             ],
             "queue": [
                 {"client": client, "priority": priority, "calls": calls, "wait_s": round(wait_s, 1)}
-                for gate in gates for client, priority, calls, wait_s in gate.waiting()
+                for gate in gates for client, priority, calls, wait_s in gate.forecast.flows()
             ],
             **self.accounts.shown(),
             "kept_bytes": self.flights.kept_bytes,

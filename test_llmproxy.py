@@ -345,10 +345,19 @@ class Caller:
         await until(lambda: not busy() and not any(g.running + g.queued for g in gates))
         assert self.gateway.flights.running == {}
         for gate in gates:
-            buckets = [gate.rpm, gate.tpm, *(b for key in gate.pool for b in (key.rpm, key.tpm))]
-            assert (gate.weight, gate.queued_bytes, gate.taken, gate.permits) == (0, 0, 0, set())
+            buckets = [
+                gate.rpm,
+                gate.tpm,
+                *(b for key in gate.keys.pool for b in (key.rpm, key.tpm)),
+            ]
+            assert (gate.weight, gate.queue.size_bytes, gate.taken, gate.permits) == (
+                0,
+                0,
+                0,
+                set(),
+            )
             assert not any(bucket.held for bucket in buckets if bucket is not None)
-            assert not any(key.running for key in [*gate.pool, *gate.own.values()])
+            assert not any(key.running for key in [*gate.keys.pool, *gate.keys.own.values()])
         budgets = self.gateway.accounts.budgets
         assert not any(b.reserved for b in [*budgets.all, *budgets.tasks.values()])
         for client in self.gateway.clients.values():
@@ -538,7 +547,7 @@ class Line:
             assert "".join(permit.key.name for permit in self.here.values()) == names[0]
         elif verb == "has":  # the gate; of a bucket: what is used
             for name, wanted in more.items():
-                has = getattr(gate, name)
+                has = functools.reduce(getattr, name.split("."), cast(Any, gate))
                 assert (has.used if isinstance(has, Bucket) else has) == wanted, (name, has)
         elif verb == "gate":
             getattr(gate, names[0])(*map(value, names[1:]))
@@ -766,7 +775,7 @@ GATES: dict[str, tuple[int, int, dict[str, Any], str]] = {
         HOLDER + "leave holder; here head; has weight=10; leave head; here late"),
     "a cancelled head lets lighter ones go": (10, 10, {}, HOLDER + "cancel head; here holder late"),
     "cancelled in the queue, after a grant and just before one": (1, 10, {},
-        "ask holder w=5; ask head w=10 b=7; ask light; cancel head; has queued=1 queued_bytes=0;"
+        "ask holder w=5; ask head w=10 b=7; ask light; cancel head; has queued=1 queue.size_bytes=0;"
         "leave holder & cancel light; has running=0 queued=0 weight=0;"
         "ask first second; cancel second & leave first; has running=0 queued=0"),
     "who left the queue is refunded": (1, 10, {},
@@ -778,7 +787,7 @@ GATES: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "the queue is bounded in length, bytes and time": (1, 10, {},
         "ask holder; ask waits q=1 t=2 b=5; ask over q=1; fails over queue_full 0 9 queue is full;"
         f"ask large b={llmproxy.QUEUED_BODIES_BYTES}; fails large queue_full 0 9 bodies; wait 1.9;"
-        "has queued=1 queued_bytes=5; wait .2; fails waits queue_timeout; has queued=0"),
+        "has queued=1 queue.size_bytes=5; wait .2; fails waits queue_timeout; has queued=0"),
     "Retry-After is the measured wait": (1, 10, {},
         f"ask {LEFT} {TEN} t=999;" + "".join(f"wait 2; leave {n}; " for n in LEFT.split())
         + "ask over q=9; fails over queue_full 14.4 21.6"),
@@ -862,7 +871,7 @@ async def test_gate(
     gate = Gate(slots, capacity, clock, pool=pool, **(made := buckets(more)))
     await Line(gate).play(script)
     held = [b.held for b in [*made.values(), *(b for k in pool for b in (k.rpm, k.tpm))] if b]
-    left = [gate.running, gate.taken, gate.weight, gate.queued, gate.queued_bytes, *held]
+    left = [gate.running, gate.taken, gate.weight, gate.queued, gate.queue.size_bytes, *held]
     assert not any(left) and not any(key.running for key in pool) and "sk-" not in repr(pool)
 
 
@@ -876,7 +885,7 @@ async def test_gate_forgets_nobody_whose_pause_ends_while_it_looks(clock: FakeCl
         permit = await gate.enter(demand)
         permit.strike("429", 1.0)
         permit.leave()
-        clock.now = gate.free_at(demand) - n * 1e-4
+        clock.now = gate.keys.free_at(demand) - n * 1e-4
         before = clock.now
         (await gate.enter(demand)).leave()
         assert clock.now - before < 0.1
