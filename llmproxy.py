@@ -4293,6 +4293,124 @@ def proxy_for(url: URL) -> str | None:
     return None if is_direct else urllib.request.getproxies().get(url.scheme)
 
 
+class Health:
+    """Whether a server is there, well, and getting on; asked free of charge."""
+
+    def __init__(
+        self, base: str, llama: Llama, get: Callable[[str], Awaitable[tuple[int, bytes]]]
+    ) -> None:
+        self.base, self.llama, self._get = base, llama, get
+        self.is_reachable: bool | None = None
+        self.is_healthy = True  # as the last question said
+        self.checked_at = self.checked_s = 0.0  # when the last one ended, how long it took
+        self._is_silent, self._answered_at = False, -math.inf
+        self._path = "/health"
+        self._check: asyncio.Task[bool] | None = None
+
+    @property
+    def state(self) -> str:
+        if self.llama.is_loading:
+            return "loading"
+        if self.llama.is_restarting:
+            return "restarting"
+        state = {None: "unknown", True: "up", False: "unreachable"}[self.is_reachable]
+        return "unhealthy" if state == "up" and not self.is_healthy else state
+
+    def close(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+
+    async def attend(self, load: Callable[[], tuple[int, int]]) -> None:
+        """Keep an eye on a llama.cpp, a server of ours that is not there yet, a silent one.
+
+        `load`: how many attempts there have been, and how many calls run.
+        """
+        if not await self.is_alive() and self.is_reachable is None:
+            why = "does not answer yet; calls get 502 until it does, or wait while it loads"
+            self.reached(False, f"{self.base} {why}")
+        await self.llama.learn_props()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                attempts, running = load()
+                found = await self.llama.attend(attempts, not running, self.is_alive)
+                self.is_healthy = self.is_healthy if found is None else found
+                if self._is_silent and time.monotonic() - self.checked_at > SILENT_LOOK_S:
+                    self._is_silent = False
+                    await self.is_alive()
+            except Exception as error:  # it goes on, whatever a server says
+                log.error("internal error: %s", fault_lines(error))
+
+    def is_over(self, link: Link, now: float) -> bool:
+        """Whether a silent exchange is to be given up.
+
+        A server that answers a free question is not hung: it may be at work on a picture or a long
+        thought, or be loading a model. So its first byte may take as long as SDKs wait.
+        """
+        silent_s = now - link.heard_at
+        if self.llama.is_known or not link.patience_s or link.message is not None:
+            return self.llama.is_over(link.heard_at, link.limit_s, now)
+        self._is_silent |= silent_s > link.limit_s / 2
+        is_alive = now - self._answered_at < SILENT_LOOK_S + link.limit_s / 2
+        link.is_waited_for |= is_alive and silent_s >= link.limit_s
+        return silent_s >= (link.patience_s if is_alive else link.limit_s)
+
+    def reached(self, is_reachable: bool, message: str = "") -> None:
+        """Say it once when that changes."""
+        if self.is_reachable is not is_reachable:
+            if self.is_reachable is False or message:
+                log.warning("%s", message or f"{self.base} is reachable")
+            self.is_reachable = self.is_healthy = is_reachable
+            self.llama.reached(is_reachable)
+
+    async def is_alive(self, limit_s: float = HEALTH_LIMIT_S) -> bool:
+        """Ask for health, free of charge; callers at the same time share one question."""
+        check = self._check
+        if check is None or check.done():
+            check = self._check = asyncio.create_task(self._ask_health())
+        done, _ = await asyncio.wait([check], timeout=limit_s)
+        return bool(done) and not check.cancelled() and check.result()
+
+    async def _ask_health(self) -> bool:
+        started_at = time.monotonic()
+        try:
+            async with asyncio.timeout(HEALTH_LIMIT_S):
+                status, body = await self._get(self._path)
+                if self._path == "/health" and status in (404, 405, 501):
+                    self._path = "/v1/models"
+                    status, body = await self._get(self._path)
+            self.llama.said_health(status, body)
+            self.is_healthy = status < 300 or status in (401, 403)
+            self._answered_at = time.monotonic() if status < 500 else -math.inf
+        except (*NO_ANSWER, ValueError):
+            self.is_healthy, self._answered_at = False, -math.inf
+        self.checked_at = time.monotonic()
+        self.checked_s = self.checked_at - started_at
+        return self.is_healthy
+
+    async def is_gone(self) -> bool:
+        """Whether its connections broke because a llama.cpp is gone, and may come back."""
+        if self.llama.is_known and not self.llama.is_restarting:
+            await self.is_alive()
+        return self.llama.is_restarting
+
+    async def wait_ready(self, limit_s: float) -> None:
+        """Wait while llama.cpp loads its model, or is on its way back.
+
+        Raises ProxyError: queue_timeout; it was not ready within `limit_s`.
+        """
+        until, llama = time.monotonic() + limit_s, self.llama
+        while llama.is_loading or llama.is_restarting:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                what = "still loading its model" if llama.is_loading else "not back yet"
+                llama.is_loading = False  # until the next answer says so again
+                why = f"{self.base} is {what} (--queue-timeout)"
+                raise ProxyError("queue_timeout", why, retry_after_s=5)
+            await asyncio.sleep(min(0.25, left_s))
+            await self.is_alive()
+
+
 class Upstream:
     """One base URL: the connections to it, its gate and its keys."""
 
@@ -4303,9 +4421,7 @@ class Upstream:
         host = url.host or ""
         self.llama = Llama(rule.url, is_loopback(host), self.get)
         self.attempts = 0
-        self.is_reachable: bool | None = None
-        self.is_healthy = True  # as the last health check said
-        self.checked_at = self.checked_s = 0.0  # when the last health check ended, how long it took
+        self.health = Health(rule.url, self.llama, self.get)
         self.usage_known: dict[str, bool] = {}  # by route: takes stream_options.include_usage
         pool = [
             Key(key.source, secret, key.header, rpm=rebucket(None, key.rpm, clock),
@@ -4314,17 +4430,14 @@ class Upstream:
         ]  # fmt: skip
         self.gate = Gate(1, 1, clock, pool=pool)
         self.resize()
-        self._is_silent, self._answered_at = False, -math.inf  # to a question for its health
-        self._health_path = "/health"
         self.mark = f"llmproxy-{secrets.token_hex(8)}"  # on our questions: they may lead back to us
-        self._check: asyncio.Task[bool] | None = None
         self.watch: asyncio.Task[None] | None = None  # while a circuit of it is open
         self._base_path = url.raw_path.rstrip("/")
         self._host = url.host_port_subcomponent or ""
         proxy = proxy_for(url)
         is_absolute = bool(proxy) and url.scheme == "http"
         self._origin = f"http://{self._host}" if is_absolute else ""  # what a plain proxy wants
-        self.pool = Pool(url, URL(proxy) if proxy else None, self._is_over)
+        self.pool = Pool(url, URL(proxy) if proxy else None, self.health.is_over)
 
     def resize(self) -> None:
         """Give the gate the sizes that the settings, or llama.cpp, say."""
@@ -4345,11 +4458,8 @@ class Upstream:
 
     def shown(self) -> dict[str, Any]:
         gate, llama = self.gate, self.llama
-        state = {None: "unknown", True: "up", False: "unreachable"}[self.is_reachable]
-        state = "unhealthy" if state == "up" and not self.is_healthy else state
-        state = "restarting" if llama.is_restarting else state
         return {
-            "name": self.name, "url": self.base, "state": "loading" if llama.is_loading else state,
+            "name": self.name, "url": self.base, "state": self.health.state,
             "model": llama.model, "llama_cpp": llama.is_known, "slots": llama.slots,
             "busy_slots": llama.busy_slots, "context_tokens": llama.context_tokens,
             "context_used": llama.context_used, **llama.speeds.shown(),
@@ -4410,96 +4520,12 @@ class Upstream:
     # -- its life
 
     async def close(self) -> None:
-        if self._check is not None:
-            self._check.cancel()
+        self.health.close()
         await self.pool.close()
 
-    async def attend(self) -> None:
-        """Keep an eye on a llama.cpp, a server of ours that is not there yet, a silent one."""
-        if not await self.is_alive() and self.is_reachable is None:
-            why = "does not answer yet; calls get 502 until it does, or wait while it loads"
-            self._reached(False, f"{self.base} {why}")
-        await self.llama.learn_props()
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                idle = not self.gate.running
-                found = await self.llama.attend(self.attempts, idle, self.is_alive)
-                self.is_healthy = self.is_healthy if found is None else found
-                if self._is_silent and time.monotonic() - self.checked_at > SILENT_LOOK_S:
-                    self._is_silent = False
-                    await self.is_alive()
-            except Exception as error:  # it goes on, whatever a server says
-                log.error("internal error: %s", fault_lines(error))
-
-    def _is_over(self, link: Link, now: float) -> bool:
-        """Whether a silent exchange is to be given up.
-
-        A server that answers a free question is not hung: it may be at work on a picture or a long
-        thought, or be loading a model. So its first byte may take as long as SDKs wait.
-        """
-        silent_s = now - link.heard_at
-        if self.llama.is_known or not link.patience_s or link.message is not None:
-            return self.llama.is_over(link.heard_at, link.limit_s, now)
-        self._is_silent |= silent_s > link.limit_s / 2
-        is_alive = now - self._answered_at < SILENT_LOOK_S + link.limit_s / 2
-        link.is_waited_for |= is_alive and silent_s >= link.limit_s
-        return silent_s >= (link.patience_s if is_alive else link.limit_s)
-
-    def _reached(self, is_reachable: bool, message: str = "") -> None:
-        """Say it once when that changes."""
-        if self.is_reachable is not is_reachable:
-            if self.is_reachable is False or message:
-                log.warning("%s", message or f"{self.base} is reachable")
-            self.is_reachable = self.is_healthy = is_reachable
-            self.llama.reached(is_reachable)
-
-    async def is_alive(self, limit_s: float = HEALTH_LIMIT_S) -> bool:
-        """Ask for health, free of charge; callers at the same time share one question."""
-        check = self._check
-        if check is None or check.done():
-            check = self._check = asyncio.create_task(self._ask_health())
-        done, _ = await asyncio.wait([check], timeout=limit_s)
-        return bool(done) and not check.cancelled() and check.result()
-
-    async def _ask_health(self) -> bool:
-        started_at = time.monotonic()
-        try:
-            async with asyncio.timeout(HEALTH_LIMIT_S):
-                status, body = await self.get(self._health_path)
-                if self._health_path == "/health" and status in (404, 405, 501):
-                    self._health_path = "/v1/models"
-                    status, body = await self.get(self._health_path)
-            self.llama.said_health(status, body)
-            self.is_healthy = status < 300 or status in (401, 403)
-            self._answered_at = time.monotonic() if status < 500 else -math.inf
-        except (*NO_ANSWER, ValueError):
-            self.is_healthy, self._answered_at = False, -math.inf
-        self.checked_at = time.monotonic()
-        self.checked_s = self.checked_at - started_at
-        return self.is_healthy
-
-    async def is_gone(self) -> bool:
-        """Whether its connections broke because a llama.cpp is gone, and may come back."""
-        if self.llama.is_known and not self.llama.is_restarting:
-            await self.is_alive()
-        return self.llama.is_restarting
-
-    async def wait_ready(self, limit_s: float) -> None:
-        """Wait while llama.cpp loads its model, or is on its way back.
-
-        Raises ProxyError: queue_timeout; it was not ready within `limit_s`.
-        """
-        until, llama = time.monotonic() + limit_s, self.llama
-        while llama.is_loading or llama.is_restarting:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                what = "still loading its model" if llama.is_loading else "not back yet"
-                llama.is_loading = False  # until the next answer says so again
-                why = f"{self.base} is {what} (--queue-timeout)"
-                raise ProxyError("queue_timeout", why, retry_after_s=5)
-            await asyncio.sleep(min(0.25, left_s))
-            await self.is_alive()
+    def attend(self) -> Coroutine[Any, Any, None]:
+        """Keep an eye on it, until cancelled."""
+        return self.health.attend(lambda: (self.attempts, self.gate.running))
 
     # -- requests
 
@@ -4517,9 +4543,9 @@ class Upstream:
         try:
             link = await self.pool.take(self._settings.connect_timeout, is_fresh)
         except aiohttp.ClientConnectorError as error:
-            self._reached(False, self.explain(error).message)
+            self.health.reached(False, self.explain(error).message)
             raise
-        self._reached(True)
+        self.health.reached(True)
         link.begin(first_s, total_s, method == "HEAD")
         link.patience_s = patience_s
         target = self._origin + join_path(self._base_path, raw_path)
@@ -5155,7 +5181,7 @@ class Upload:
         self._request, self._payload, self._reply = request, payload, reply
         self._limit_bytes, self._size_bytes = limit_bytes, 0
         self.is_empty = payload is EMPTY_PAYLOAD
-        self.is_sent = False
+        self._is_sent = False
 
     def expect(self) -> None:
         """Refuse what is announced as too large, else ask for the body (RFC 9110 10.1.1)."""
@@ -5198,7 +5224,18 @@ class Upload:
             raise stalled() from None
 
     async def send(self, link: Link) -> None:
-        """Pass the body on as it comes. The caller's silence is not the upstream's."""
+        """Pass the body on as it comes, until the answer's head is there."""
+        sending = asyncio.create_task(self._pass(link))
+        try:
+            await link.head()
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            if not self._is_sent:  # to the upstream, the next request would be the rest of it
+                link.force_close()
+
+    async def _pass(self, link: Link) -> None:
+        """The caller's silence is not the upstream's."""
         is_chunked = "content-length" not in self._request.low
         try:
             while link.message is None and not self._payload.at_eof():
@@ -5211,7 +5248,7 @@ class Upload:
                     await link._drain_helper()
             if self._payload.at_eof() and link.transport is not None:
                 link.transport.write(b"0\r\n\r\n" if is_chunked else b"")
-                self.is_sent = True
+                self._is_sent = True
         except (ProxyError, ConnectionError) as error:
             link.fail(error)
 
@@ -6047,29 +6084,21 @@ class Exchange:
 
     async def _send(self) -> Link:
         plan, lease, method = self._plan, self._lease, self._request.method
-        upload = self._flight.upload
+        upload, upstream = self._flight.upload, self._upstream
         key = lease.permit.key if lease.permit is not None else None
-        block = plan.block + self._upstream.key_line(key, self._request.dialect)
+        block = plan.block + upstream.key_line(key, self._request.dialect)
         if upload is None:
             body, limits = plan.usage_body or plan.body, plan.limits
-            return await self._upstream.exchange(method, plan.raw_path, block, body, **limits)
+            return await upstream.exchange(method, plan.raw_path, block, body, **limits)
         upload.expect()
         length = self._request.low.get("content-length")
         framing = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
         block += framing.encode() + b"\r\n"
         # It cannot be sent twice, so it never rides on a connection that may just be closing.
-        self._link = link = await self._upstream.open(
+        link = self._link = await upstream.open(
             method, plan.raw_path, block, is_fresh=True, **plan.limits
         )
-
-        sending = asyncio.create_task(upload.send(link))
-        try:
-            await link.head()
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-            if not upload.is_sent:  # to the upstream, the next request would be the rest of it
-                link.force_close()
+        await upload.send(link)
         return link
 
     def _failed(self, error: BaseException) -> Failure:
@@ -6967,7 +6996,7 @@ class Gateway:
             elif is_away and not flight.passes:  # its body would be gone; the attempt was none
                 lease.uncount()
                 left_s = self.settings.queue_timeout - self.clock() + began_at
-                await upstream.wait_ready(left_s)
+                await upstream.health.wait_ready(left_s)
                 await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
                 loads += 1
                 plan = self.plan(flight, lease)  # it may be another server
@@ -6993,13 +7022,13 @@ class Gateway:
                 outcome = str(flight.head.status if flight.head is not None else 0)
                 said = attempt.failed if is_outage(exchange.fault) else attempt.alive
                 (said if exchange.fault else attempt.ok)()
-                upstream.is_healthy |= not exchange.fault
+                upstream.health.is_healthy |= not exchange.fault
                 flight.finish()
                 self._settle(flight, lease, exchange)
                 return None
             outcome = str(failure.status or failure.error.code)
             is_broken = failure.answer is None and failure.error.code != "upstream_timeout"
-            if is_broken and await upstream.is_gone():
+            if is_broken and await upstream.health.is_gone():
                 failure.counts = False  # its callers wait for it to come back
             self._judge(lease, failure)
             if lease.permit is not None and failure.is_unsent:
@@ -7010,7 +7039,7 @@ class Gateway:
             return failure
         except ProxyError as error:  # broke off in mid-answer
             outcome, is_timeout = error.code, error.code == "upstream_timeout"
-            if not error.is_rejection and (is_timeout or not await upstream.is_gone()):
+            if not error.is_rejection and (is_timeout or not await upstream.health.is_gone()):
                 attempt.failed()
             self._settle(flight, lease, exchange)
             raise
@@ -7356,9 +7385,9 @@ class Gateway:
         quickly and a while ago: so the first call after a recovery already goes through.
         """
         circuit, upstream = target.circuit, target.upstream
-        since_s = time.monotonic() - upstream.checked_at
-        if circuit.is_sick and upstream.checked_s < 0.02 and since_s > 0.1:
-            circuit.health(await upstream.is_alive(0.04))
+        since_s = time.monotonic() - upstream.health.checked_at
+        if circuit.is_sick and upstream.health.checked_s < 0.02 and since_s > 0.1:
+            circuit.health(await upstream.health.is_alive(0.04))
         circuit.check()
 
     def _circuit_moved(self, circuit: Circuit) -> None:
@@ -7374,7 +7403,7 @@ class Gateway:
     async def _watch_health(self, upstream: Upstream) -> None:
         """Free health checks while a circuit of this upstream is open."""
         while waiting := [c for c in self.open_circuits() if c.key[0] == upstream.name]:
-            is_alive = await upstream.is_alive()
+            is_alive = await upstream.health.is_alive()
             for circuit in waiting:
                 circuit.health(is_alive)
             await asyncio.sleep(HEALTH_EVERY_S)
