@@ -2,22 +2,22 @@
 
 Applications change only their base URL. What converges here is joined, queued, sent, counted:
 
-    client -> Gateway.handle   1 guard    origin, Host, our own headers, whose call it is
-                               2 read     body, JSON, model
-                               3 join     a kept answer, a flight that others lead, or a new one
-              Gateway.fly      4 reserve  of its client's limits and of the budgets    (Lease)
+    client -> Gateway.handle   1 guard    origin, Host, our own headers, whose call    (Guard)
+                               2 read     body, JSON, model                            (Request)
+                               3 join     what is kept, a flight of others, a new one  (Joiner)
+              Leader.fly       4 reserve  of its client's limits and of the budgets    (Lease)
                                5 queue    slot, weight, rpm, tpm, key                  (Gate)
                                6 admit    the circuit says go or not                   (Circuit)
                                7 send     one attempt over a pooled connection         (Exchange)
                                8 relay    each chunk to every caller, at its own pace  (Flight)
-                               9 settle   what was used, to all who had reserved       (Lease)
+                               9 settle   count, learn, keep                           (Settling)
               Gateway.handle  10 record   counters, ledger, log line, live table       (Record)
 
 The caller who leads carries the upstream call in the task of its own connection; the others read
 the same flight. That a caller hangs up, the leader included, takes nothing from the others.
 
 Sections, each using only what stands above it: Errors, Settings, Flow control, Wire, Money,
-Ledger, Llama, Upstream, Record, Callers, Flights, Calls, Control, Gateway, Live table, Mock,
+Ledger, Llama, Upstream, Record, Callers, Guard, Flights, Calls, Control, Gateway, Live table, Mock,
 Server, Bench, Demo, Replay, Command line.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_bytes`, `_tokens`. Instants named `*_at`
@@ -2280,6 +2280,14 @@ class Headers:
         self.low, self.lines, self.own = low, lines, own
         self._blocks: dict[Any, bytes] = {}
 
+    @functools.cached_property
+    def api_keys(self) -> list[str]:
+        """Those that a request presents in its headers."""
+        found = {name: self.low[name] for name in CREDENTIALS[:-1] if self.low.get(name)}
+        if found.get("authorization", "")[:7].lower() == "bearer ":
+            found["authorization"] = found["authorization"][7:].strip()
+        return list(found.values())
+
     def block(
         self, without: tuple[str, ...] = (), only: frozenset[str] | None = None,
         keys: tuple[str, ...] = (),
@@ -2756,6 +2764,8 @@ _LIMIT_HEADERS = [
 
 def reset_wait_s(low: Mapping[str, str], now_unix: float) -> float | None:
     """Seconds until limits are reset of which the upstream says that nothing is left."""
+    if "ratelimit" not in " ".join(low):
+        return None
     resets = [
         parse_reset(low.get(reset, ""), now_unix)
         for remaining, reset in _LIMIT_HEADERS
@@ -4601,6 +4611,23 @@ class Upstream:
             link.force_close()
             self.pool.give(link)
 
+    def refuses_usage(self, name: str, failure: Failure) -> bool:
+        """Whether it refuses the field that we added to a call of this route, not the call.
+
+        Where it has never taken the field before, any 400 may mean that; asked once.
+        """
+        if failure.answer is None or TOO_LONG.search(failure.answer[1]):
+            return False
+        head, body = failure.answer
+        if head.status not in (200, 400, 422):
+            return False
+        if FIELD_REFUSED.search(body):
+            return True
+        is_known = name in self.usage_known or self.llama.is_known
+        is_first = head.status != 200 and not is_known
+        self.usage_known.setdefault(name, True)
+        return is_first
+
     def explain(self, error: BaseException) -> ProxyError:
         """Our error for what an exchange raised; never quotes header bytes."""
         code, text = next((c, t) for kind, c, t in _EXPLANATIONS if isinstance(error, kind))
@@ -4609,6 +4636,57 @@ class Upstream:
             reason = printable(error.os_error.strerror or type(error.os_error).__name__)
         limit = f"{self._settings.connect_timeout:g}"
         return ProxyError(code, text.format(base=self.base, limit=limit, reason=reason))
+
+
+class Circuits:
+    """The circuit of every upstream, model and path; while one is open, its health is asked."""
+
+    def __init__(
+        self, settings: Settings, upstreams: Mapping[str, Upstream], clock: Clock,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:  # fmt: skip
+        self._upstreams, self._spawn = upstreams, spawn
+        self.by_key: LruMap[Circuit] = LruMap(
+            lambda key: Circuit(key, settings, clock, self._moved),
+            may_go=lambda circuit: circuit.state is State.CLOSED,
+        )
+        self.free = Circuit(("", "", ""), settings, clock)  # of what costs nothing
+
+    def values(self) -> list[Circuit]:
+        return self.by_key.values()
+
+    def not_closed(self) -> list[Circuit]:
+        return [c for c in self.by_key.values() if c.state is not State.CLOSED]
+
+    async def peek(self, circuit: Circuit) -> None:
+        """Fail fast, before the queue.
+
+        A call that meets an open circuit asks for health first, if the last question was answered
+        quickly and a while ago: so the first call after a recovery already goes through.
+        """
+        health = self._upstreams[circuit.key[0]].health
+        since_s = time.monotonic() - health.checked_at
+        if circuit.is_sick and health.checked_s < 0.02 and since_s > 0.1:
+            circuit.health(await health.is_alive(0.04))
+        circuit.check()
+
+    def _moved(self, circuit: Circuit) -> None:
+        if circuit.state is State.CLOSED:
+            log.warning("circuit closed: %s is answered again", circuit.what)
+            return
+        log.warning("circuit open: %s", circuit.error().message)
+        upstream = self._upstreams[circuit.key[0]]
+        upstream.gate.reject(circuit, circuit.error)
+        if upstream.watch is None or upstream.watch.done():
+            upstream.watch = self._spawn(self._watch(upstream))
+
+    async def _watch(self, upstream: Upstream) -> None:
+        """Free health checks while a circuit of this upstream is open."""
+        while waiting := [c for c in self.not_closed() if c.key[0] == upstream.name]:
+            is_alive = await upstream.health.is_alive()
+            for circuit in waiting:
+                circuit.health(is_alive)
+            await asyncio.sleep(HEALTH_EVERY_S)
 
 
 ###############################################################################
@@ -4670,14 +4748,11 @@ class Request:
         self.may_cost = self.method not in ("GET", "HEAD", "OPTIONS", "DELETE")
         self.writes = self.route is None or self.route.writes
 
-    def api_keys(self) -> Iterable[str]:
+    @property
+    def api_keys(self) -> list[str]:
         """The keys that it presents."""
-        for name in CREDENTIALS[:-1]:
-            if value := self.low.get(name):
-                is_bearer = name == "authorization" and value[:7].lower() == "bearer "
-                yield value[7:].strip() if is_bearer else value
-        for key in re.findall(r"[?&]key=([^&]*)", self.raw_path) if "?" in self.raw_path else ():
-            yield urllib.parse.unquote(key)
+        found = re.findall(r"[?&]key=([^&]*)", self.raw_path) if "?" in self.raw_path else ()
+        return [*self.headers.api_keys, *map(urllib.parse.unquote, found)]
 
     @functools.cached_property
     def size(self) -> TextSize:
@@ -4697,6 +4772,21 @@ class Request:
             known = f"the model {printable(model)}" if model else "a route whose model is unknown"
             why = f"client {self.client.rule.name} may not use {known}"
             raise ProxyError("model_not_allowed", why)
+
+    def parse(self) -> bool:
+        """Take what a JSON body says; False where it is none."""
+        if (doc := parse_json(self.body)) is None:
+            return False
+        model = doc.get("model")
+        self.doc, self.max_tokens = doc, max_tokens(doc)
+        self.is_stream = doc.get("stream") is True
+        self.name_model(model if isinstance(model, str) else "")
+        return True
+
+    def name_model(self, model: str) -> None:
+        if self.own_keys and any(key in model for key in self.own_keys):
+            raise ProxyError("invalid_request", "a key is no model")
+        self.model = model[:200]
 
     def let_go(self) -> None:
         """Nothing large outlives the call."""
@@ -4810,6 +4900,7 @@ class Counters:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock, self.started_at = clock, clock()
         self.fates = Counter[str](dict.fromkeys(FATES, 0))
+        self.in_flight = 0  # calls that are with an upstream now
         self.requests = self.upstream_calls = self.upstream_429 = self.retries = 0
         self.tokens_in = self.tokens_out = self.tokens_saved = 0
         self.unpriced_tokens = self.saved_micros = 0
@@ -5290,6 +5381,120 @@ async def listening(
 
 
 ###############################################################################
+# Guard
+###############################################################################
+# Rule: who may call, and whether the headers that are ours are understood. Looks at no body.
+
+
+class Guard:
+    """The first step of every request. Raises ProxyError where it is the last one too."""
+
+    def __init__(self, settings: Settings, marks: list[str], clock: Clock) -> None:
+        self._settings, self._marks = settings, marks  # of our own questions, see Upstream
+        self.clients = {rule.key_sha256: Client(rule, clock) for rule in settings.clients}
+        self.is_draining = False
+
+    def check(self, record: Record) -> None:
+        """Who may call, and do we understand the headers that are ours?"""
+        request = record.request
+        self._check_protocol(request)
+        if request.origin is not None:
+            if not is_allowed_origin(request.origin, self._settings.allow_origin):
+                origin, request.origin = printable(request.origin), None
+                why = f"browser origin {origin} may not call; see --allow-origin"
+                raise ProxyError("forbidden_origin", why)
+        self.check_host(request.host, is_loopback(self._settings.host))
+        if request.headers.own:
+            self._own_headers(record)
+        if request.is_preflight:
+            return
+        if self.is_draining:
+            why = "the proxy is shutting down; try again"
+            raise ProxyError("shutting_down", why, retry_after_s=5)
+        self._authenticate(record)
+
+    def _check_protocol(self, request: Request) -> None:
+        low, why = request.low, ""
+        if request.method == "?":
+            why = "this is not a valid HTTP request"
+        elif low.get("transfer-encoding", "chunked").lower() != "chunked":
+            why = "of transfer codings only chunked is understood"
+        elif request.method in ("TRACE", "CONNECT"):  # it would echo whatever key is on it
+            why = f"{request.method} is not passed on"
+        elif "via" in low and any(mark in low["via"] for mark in self._marks):
+            why = "an upstream leads back to this proxy"
+        elif low.get("upgrade", "").lower() == "websocket":  # Codex then asks by HTTP at once
+            raise ProxyError("upgrade_refused", "no WebSockets here; ask by HTTP")
+        if why:
+            raise ProxyError("invalid_request", why)
+
+    def check_host(self, host: str, is_local: bool) -> None:
+        if is_local and not is_loopback(host):
+            name = re.sub(r":\d+$", "", host).lower()
+            if name not in (allowed.lower() for allowed in self._settings.allow_host):
+                why = f"Host {printable(host)} is not this machine (DNS rebinding)"
+                raise ProxyError("forbidden_origin", f"{why}; see --allow-host")
+
+    @staticmethod
+    def _own_headers(record: Record) -> None:
+        request = record.request
+        for name in request.headers.own:
+            value, allowed = request.low[name], OWN_HEADERS.get(name)
+            if allowed is None:
+                known = ", ".join(sorted(OWN_HEADERS))
+                why = f"{printable(name)} is not a header of this version; known: {known}"
+                raise ProxyError("invalid_header", why)
+            if allowed and value not in allowed:
+                why = f"{name} wants one of {', '.join(allowed)}, got {printable(value)}"
+                raise ProxyError("invalid_header", why)
+        task = record.task = request.low.get("x-llmproxy-task", "")[:200]
+        if struck(task) != task:  # it looks like a key
+            record.task = f"task-{hashlib.sha256(bytes_of_text(task)).hexdigest()[:12]}"
+        name = "x-llmproxy-task-budget"
+        if (budget := request.low.get(name)) is not None:
+            try:
+                request.task_budget = parse_count(budget)
+            except ValueError:
+                why = f"wants a whole number of tokens above 0, got {printable(budget)}"
+                raise ProxyError("invalid_header", f"{name} {why}") from None
+            if not task:
+                raise ProxyError("invalid_header", f"{name} wants an x-llmproxy-task")
+        request.retry = request.low.get("x-llmproxy-retry")
+
+    def _authenticate(self, record: Record) -> None:
+        """Whose call is it? With client keys in the file, nobody else's passes."""
+        request = record.request
+        if not self.clients:
+            cookie = request.low.get("cookie", "")
+            if keys := "\0".join(filter(None, (*request.api_keys, cookie))):
+                record.client = client_id(keys)
+        else:
+            for key in request.api_keys:
+                client = self.clients.get(hashlib.sha256(bytes_of_text(key)).hexdigest())
+                if client is not None:
+                    request.client, request.own_keys = client, (*request.own_keys, key)
+            if request.client is None:
+                why = "no valid client key; send it as a bearer token or as x-api-key"
+                raise ProxyError("invalid_api_key", why)
+            rule = request.client.rule
+            record.client, request.priority = rule.name, rule.priority
+            if record.task:
+                request.task_budget = request.task_budget or rule.task_budget or 0
+            if any(carries(request.path, key) for key in request.own_keys):
+                request.path = "/***"
+                raise ProxyError("invalid_request", "a key does not belong into the path")
+            if any(key in request.trace for key in request.own_keys):
+                request.trace = new_trace()
+        request.priority = request.low.get("x-llmproxy-priority", request.priority)
+
+
+@functools.lru_cache(1024)
+def client_id(credential: str) -> str:
+    """A name for a caller's credential that does not tell it."""
+    return hashlib.sha256(bytes_of_text(credential)).hexdigest()[:8]
+
+
+###############################################################################
 # Flights
 ###############################################################################
 # Rule: answers that are under way or kept, and who reads them. Knows nothing of how one is got.
@@ -5572,6 +5777,16 @@ class Flight:
         self.first += count
 
 
+@dataclass(slots=True)
+class Job:
+    """A response that its upstream keeps: who that is, and whether its cost is still to come."""
+
+    client: str
+    upstream: str
+    model: str
+    is_open: bool
+
+
 class Flights:
     """Singleflight table and bounded LRU of finished answers, under one key.
 
@@ -5586,6 +5801,7 @@ class Flights:
         self._clock = clock
         self._keys: dict[bytes, bytes] = {}
         self._aliases: dict[bytes, tuple[bytes, ...]] = {}
+        self.jobs: OrderedDict[str, Job] = OrderedDict()  # by the id of a response
         self.key_of = self._keys.get
 
     def land(self, flight: Flight) -> None:
@@ -5692,7 +5908,7 @@ class Answers:
             text += f"x-request-id: {theirs}\r\n"
         record.request_id = theirs
         if theirs is not request.trace and any(
-            len(key) > 7 and key in theirs for key in request.api_keys()
+            len(key) > 7 and key in theirs for key in request.api_keys
         ):
             record.request_id = "***"
         if request.route is not None:  # RFC 9211
@@ -5803,11 +6019,112 @@ class Answers:
         reply.end()
 
 
+class Joiner:
+    """What answers a call: a kept answer, a flight that others lead, or a new one."""
+
+    def __init__(
+        self, accounts: Accounts, flights: Flights, abandon: Callable[[Flight], None]
+    ) -> None:
+        self._settings, self._accounts = accounts.settings, accounts
+        self._flights, self._abandon = flights, abandon
+
+    def join(self, record: Record, upload: Upload) -> Flight | tuple[Kept, float]:
+        """What answers this call: a kept answer, a running flight, or a new one that it leads.
+
+        A body that is no JSON object passes: the upstream shall say what is wrong with it.
+        """
+        request, settings, flights = record.request, self._settings, self._flights
+        if request.route is None or not request.is_read:
+            return self._pass(record, upload)
+        scope, alias, found = self._scope(record), b"", None
+        request.may_join = settings.dedup != "off" and "no-store" not in request.directives
+        if request.may_join and len(request.body) <= SLICE_BYTES:
+            scoped = scope.copy()
+            scoped.update(b"raw\0" + request.body)
+            alias = scoped.digest()
+            if (key := flights.key_of(alias)) is not None:
+                if (found := self._known(record, key)) is not None:
+                    return found
+        if not request.parse() or (meaning := canonical(request.doc)) is None:
+            return self._pass(record, upload)
+        scope.update(b"json\0" + meaning)
+        key = scope.digest()
+        # The same body on top of a conversation that the server holds is another turn.
+        request.may_join = request.may_join and not request.doc.get("conversation")
+        if request.may_join:
+            found = self._known(record, key)
+        if found is None:
+            record.fate = "miss"
+            request.check_model(request.model)
+            found = Flight(key, record, False, self._abandon)
+            if request.may_join:
+                flights.running[key] = found
+        if request.may_join:
+            flights.alias(alias, key)
+        return found
+
+    def _pass(self, record: Record, upload: Upload) -> Flight:
+        """What is not joined goes the same way, straight through."""
+        request, record.fate = record.request, "bypass"
+        if request.method == "GET" and (named := re.search(r"/models(?:/([^/]+))?$", request.path)):
+            request.model = urllib.parse.unquote(named[1] or "")
+        if request.is_read and request.route is None:
+            request.parse()
+        if request.name.startswith("responses/"):
+            request.may_cost &= not request.name.endswith("/cancel")
+            job = self._flights.jobs.get(request.name.split("/")[1])
+            request.job = job if job is not None and job.client == record.client else None
+        if request.may_cost:
+            request.check_model(request.model)
+        flight = Flight(b"", record, True, self._abandon)
+        flight.upload = None if request.sent or upload.is_empty else upload
+        return flight
+
+    def _scope(self, record: Record) -> Any:
+        """What two calls must have in common besides their bodies, as the beginning of a hash."""
+        request = record.request
+        raw_path, keyed, name = request.raw_path, request.headers.keyed(request.own_keys), ""
+        if request.client is not None:  # however it sends its key
+            name, raw_path = record.client, without_keys(raw_path, request.own_keys, ())
+        if self._settings.share == "all":
+            name, raw_path = "", without_keys(raw_path)
+            lines = keyed.splitlines(keepends=True)
+            kept = (ln for ln in lines if ln.partition(b":")[0].decode() not in CREDENTIALS)
+            keyed = b"".join(kept)
+        tasks = self._accounts.budgets.tasks
+        if record.task and (request.task_budget or (record.client, record.task) in tasks):
+            name += f"\0{record.client}\0task {record.task}"  # its stream, and nobody else's
+        parts = bytes_of_text(name), bytes_of_text(raw_path), keyed, b""
+        return hashlib.sha256(b"\0".join(parts))
+
+    def _known(self, record: Record, key: bytes) -> Flight | tuple[Kept, float] | None:
+        """A kept answer or a running flight that this caller takes."""
+        request, settings = record.request, self._settings
+        max_age_s = request.max_age_s
+        flight = self._flights.running.get(key)  # newer than any kept answer
+        if flight is not None and not flight.is_overgrown and max_age_s >= 0:
+            leader = flight.record.request
+            request.check_model(leader.model)
+            request.model, request.is_stream = leader.model, leader.is_stream
+            self._accounts.bodies(record, request.body, b"")  # its answer stands with the leader's
+            record.fate, record.shared = "joined", leader.trace
+            request.body = request.sent = b""
+            self._accounts.opened(record)
+            return flight
+        if settings.dedup in ("on", "deterministic"):
+            found = self._flights.find(key, min(settings.dedup_window, max_age_s))
+            if found is not None and (settings.dedup == "on" or found[0].is_deterministic):
+                request.check_model(found[0].model)
+                self._accounts.bodies(record, request.body, b"")
+                return found
+        return None
+
+
 ###############################################################################
 # Calls
 ###############################################################################
-# Rule: what a call holds while it is asked for, and one attempt of it. Takes and gives back; what
-# comes next is decided in Gateway.
+# Rule: one call on its way to an answer: whom it is asked of, what it holds meanwhile, attempts,
+# what comes after a failed one, and what an answer comes to. Knows no connection of a caller.
 
 
 @dataclass(slots=True, eq=False)
@@ -6025,6 +6342,165 @@ class Plan:
     is_stream: bool  # is asked for
 
 
+class Router:
+    """Whom a call is asked of, what it wants of the gate there, and how it is sent."""
+
+    def __init__(
+        self, accounts: Accounts, upstreams: list[Upstream], circuits: Circuits
+    ) -> None:
+        self._settings, self._accounts = accounts.settings, accounts
+        self.upstreams, self._circuits = upstreams, circuits
+        self.learned: LruMap[Learned] = LruMap(lambda key: Learned())
+
+    def targets(self, flight: Flight) -> list[Target]:
+        """The upstream for a call's model, and after it the fallbacks that the file names.
+
+        Raises ProxyError: model_not_found.
+        """
+        request = flight.record.request
+        model = request.model
+        first = self._serving(model) or (None if model else self.upstreams[0])
+        if request.job is not None:  # it is where it was made
+            model = request.model = request.job.model
+            first = self._named(request.job.upstream) or first
+        if first is None:
+            why = f"no upstream serves the model {printable(model)}; see [upstream.NAME] models"
+            raise ProxyError("model_not_found", why)
+        found = [self._target(request, first, model)]
+        names = self._settings.rule_of(model).fallback if self._settings.models else []
+        for name in names if not flight.passes else ():
+            named = self._named(name)
+            model = request.model if named else name
+            if (other := named or self._serving(model)) is not None:
+                found.append(self._target(request, other, model, name, other is not first))
+        return found
+
+    def _named(self, name: str) -> Upstream | None:
+        return next((upstream for upstream in self.upstreams if upstream.name == name), None)
+
+    def _serving(self, model: str) -> Upstream | None:
+        return next((u for u in self.upstreams if matches(u.rule.models, model)), None)
+
+    def _target(
+        self, request: Request, upstream: Upstream, model: str, name: str = "",
+        is_foreign: bool = False,
+    ) -> Target:  # fmt: skip
+        key, circuits = (upstream.name, model), self._circuits
+        circuit = circuits.by_key[*key, request.path] if request.may_cost else circuits.free
+        return Target(upstream, model, circuit, self.learned[key], name, is_foreign)
+
+    def demand(self, flight: Flight, target: Target) -> Demand:
+        """What a call wants of its target's gate.
+
+        A small prompt is not measured where nothing hangs on its tokens: its weight is 1 anyway.
+        """
+        record, request, gate = flight.record, flight.record.request, target.upstream.gate
+        size, weight = len(request.body), 0
+        if flight.passes and not request.doc:  # what a file comes to nobody knows
+            prompt, weight = size // 3 if request.is_read else 0, 1
+        elif request.doc and (
+            size > 3000 or gate.tpm is not None or gate.keys.pool or gate.queued or request.client
+            or record.task or self._accounts.budgets.all
+        ):  # fmt: skip
+            prompt = target.learned.prompt_tokens(request.size)
+        else:
+            prompt = size // 3
+        output = target.learned.output_tokens(request.max_tokens) if request.writes else 0
+        # Each of several answers takes a slot of its own.
+        places = copies(request.doc) if target.upstream.llama.is_known else 1
+        return Demand(
+            weight or max(1, prompt // 1000), prompt, output, record.client, request.priority,
+            target.model, len(request.sent), target.circuit, places,
+        )  # fmt: skip
+
+    def plan(self, flight: Flight, lease: Lease, may_stream: bool = True) -> Plan:
+        """How attempts for a call are made."""
+        settings, request, target = self._settings, flight.record.request, lease.target
+        upstream, doc, body = target.upstream, request.doc, request.body
+        is_stream = request.is_stream
+        by_hand = settings.rule_of(target.model).timeout if settings.models else None
+        is_learned = settings.timeout == "auto" and by_hand is None
+        silence_s = by_hand or (
+            target.circuit.timeout_s() if is_learned else cast(float, settings.timeout)
+        )
+        is_literal = by_hand is not None or (not is_learned and "timeout" in settings.given)
+        fields: dict[str, Any] = {}
+        if target.name and target.model != request.model:
+            fields["model"] = target.model
+        asks_stream = may_stream and upstream.llama.is_known and settings.upstream_stream == "auto"
+        if asks_stream and not is_stream and Assembly.can_be(request.name, doc):
+            fields["stream"] = True
+        if fields and (changed := with_fields(body, doc, fields)) is not None:
+            body, doc, is_stream = changed, {**doc, **fields}, is_stream or "stream" in fields
+        first_s = silence_s
+        if not is_stream and not is_literal:
+            # A plain answer is silent until it is whole: allow for what it has to write.
+            first_s += lease.demand.output_tokens * target.learned.token_s
+        patience_s = 0.0 if is_literal or is_learned else max(FIRST_BYTE_S, first_s)
+        limits = {"first_s": first_s, "total_s": settings.total_timeout, "patience_s": patience_s}
+        usage_body = None
+        # llama.cpp tells it in `timings` as well; only who wants a plain answer needs the field.
+        may_ask = is_stream and request.route is not None and request.route.takes_usage
+        may_ask = may_ask and (not request.is_stream or not upstream.llama.is_known)
+        if may_ask and not reports_usage(doc) and upstream.usage_known.get(request.name, True):
+            if (options := usage_options(doc)) is not None:
+                usage_body = with_fields(body, doc, options)
+        is_as_it_came = body is request.body and usage_body is None
+        body = request.sent if is_as_it_came else body  # coded, where it came so
+        block, raw_path = self._headers(request, target, flight.passes, is_as_it_came)
+        return Plan(raw_path, block, body, usage_body, silence_s, limits, is_stream)
+
+    @staticmethod
+    def _headers(
+        request: Request, target: Target, passes: bool, is_as_it_came: bool
+    ) -> tuple[bytes, str]:
+        """What goes up of the caller's headers and path: no credential that is not for this one."""
+        keys, is_foreign, raw_path = request.own_keys, target.is_foreign, request.raw_path
+        is_ours = is_foreign or bool(target.upstream.gate.keys.pool)
+        without = CREDENTIALS if is_ours else ()
+        without = without if is_as_it_came else (*without, "content-encoding")
+        block = request.headers.block(without, SENT_ELSEWHERE if is_foreign else None, keys)
+        if is_ours or keys:
+            raw_path = without_keys(raw_path, keys, KEY_PARAMETERS if is_ours else ())
+        more = f"x-request-id: {request.trace}\r\n"
+        if request.has_new_trace:
+            more += f"traceparent: 00-{request.trace}-{request.trace[:16]}-01\r\n"
+        if not passes:
+            more += "Accept-Encoding: identity\r\n"  # one answer has to fit every caller
+        elif coding := request.low.get("accept-encoding"):
+            more += f"Accept-Encoding: {coding}\r\n"
+        return block + bytes_of_text(more), raw_path
+
+    async def list_models(self, request: Request) -> dict[str, Any]:
+        """Those of all upstreams that are alive, each once, in the file's order."""
+        found = dict[str, Any]()
+        allowed = [] if request.client is None else request.client.rule.models
+        lists = await asyncio.gather(*(self._models_of(u, request) for u in self.upstreams))
+        for upstream, listed in zip(self.upstreams, lists, strict=True):
+            rule = upstream.rule
+            names = [] if listed is None else [n for n in rule.models if not re.search(r"[*?[]", n)]
+            models = [*(listed or ()), *({"id": name, "object": "model"} for name in names)]
+            for model in models:
+                if matches(rule.models, model["id"]) and matches(allowed, model["id"]):
+                    found.setdefault(model["id"], model)
+        return {"object": "list", "data": list(found.values())}
+
+    async def _models_of(self, upstream: Upstream, request: Request) -> list[dict[str, Any]] | None:
+        """What an upstream lists; None where it does not answer."""
+        block = request.headers.block(CREDENTIALS, SENT_ELSEWHERE)
+        block += upstream.key_line(None, request.dialect)
+        raw_path = without_keys(request.raw_path, request.own_keys)
+        with contextlib.suppress(*NO_ANSWER, ValueError, RecursionError):
+            async with asyncio.timeout(HEALTH_LIMIT_S):
+                status, body = await upstream.get(raw_path, FLIGHT_BYTES, block)
+            odd = lambda constant: None  # noqa: E731  NaN is no JSON
+            doc = json.loads(body, parse_constant=odd) if status == 200 else {}
+            models = doc.get("data") if isinstance(doc, dict) else None
+            models = models if isinstance(models, list) else []
+            return [m for m in models if isinstance(m, dict) and isinstance(m.get("id"), str)]
+        return None
+
+
 class Exchange:
     """One attempt: a request over a connection, and its answer on the way to the flight."""
 
@@ -6034,18 +6510,13 @@ class Exchange:
         self._upstream = lease.target.upstream
         self._link = cast(Link, None)  # until there is one
         self._head = NO_HEAD
-        self._events: Events | None = None
+        self.events: Events | None = None
         self.is_complete = False  # whole and good: may be kept
         self.fault = 0  # the status that an error event means in which it ended
         self.is_odd = False  # a stream that holds no plain answer, though it is whole
         self.is_cut = False  # where its task's budget ended
         self.metered = 0  # tokens of a cut stream
         self.tail = bytearray()  # the last bytes of what only passes
-
-    @property
-    def extra(self) -> bytes:
-        """The usage that callers do not see."""
-        return self._events.taken if self._events is not None else b""
 
     async def run(self) -> Failure | None:
         """Send, and receive until the last byte is with the flight.
@@ -6063,8 +6534,7 @@ class Exchange:
             if head.status != 503:
                 self._upstream.llama.is_loading = False
             link.limit_s = self._plan.silence_s
-            is_stream = head.is_stream and head.status == 200
-            if is_stream and not self._flight.passes:
+            if head.is_stream and head.status == 200 and not self._flight.passes:
                 if self._plan.is_stream and not self._request.is_stream:
                     return await self._assemble()
                 return await self._stream()
@@ -6149,14 +6619,13 @@ class Exchange:
         begun = b"" if is_coded else await self._first_event()
         if (found := stream_error(first_event(begun) or b"")) is not None:
             return await self._failed_stream(begun, found)
-        takes_usage = self._plan.usage_body is not None
-        self._events = None if is_coded else Events(takes_usage)
+        self.events = None if is_coded else Events(self._plan.usage_body is not None)
         self._begin(head)
         try:
             if begun:
                 self._give(begun)
             await self._flow()
-            rest = self._events.rest() if self._events is not None else b""
+            rest = self.events.rest() if self.events is not None else b""
             # Half an event at the end of a connection is what a cut leaves.
             if not self.is_cut and (not head.ends_with_connection or is_event(rest)):
                 self._flight.push(self._upstream.hide(rest))
@@ -6238,7 +6707,7 @@ class Exchange:
 
     def _give(self, data: bytes) -> None:
         """Pass a part of the body on."""
-        if self._events is not None and not (data := self._events.feed(data)):
+        if self.events is not None and not (data := self.events.feed(data)):
             return
         if self._upstream.gate.keys.pool:
             data = self._upstream.hide(data)
@@ -6281,6 +6750,329 @@ class Exchange:
         failure = cast(Failure, judge(Head(status, "", b"", self._head.low), error))
         failure.answer = (self._head, self._upstream.hide(begun))
         return failure
+
+
+class Settling:
+    """What an answer comes to: it is counted, learned from, and kept where it may be."""
+
+    def __init__(self, accounts: Accounts, flights: Flights, clock: Clock) -> None:
+        self._settings, self._accounts = accounts.settings, accounts
+        self._flights, self._clock = flights, clock
+
+    def settle(self, flight: Flight, lease: Lease, exchange: Exchange) -> None:
+        """After the answer. Whatever an upstream reports, its callers must land."""
+        head, record, request = flight.head, flight.record, flight.record.request
+        if head is None or head.status >= 300 or request.method == "HEAD":
+            return
+        body = bytes(exchange.tail) if flight.passes else flight.held()
+        plain = decoded(body, head)
+        try:
+            usage = self._used(lease, exchange, head, plain)
+            self._count(lease, usage, body)
+            if (llama := lease.target.upstream.llama).is_known:
+                llama.speeds.add(plain[-SLICE_BYTES:])
+            if not flight.passes:
+                self._accounts.bodies(record, request.body, plain)
+                # Keep a whole and good answer, where nothing newer is on its way.
+                is_good = exchange.is_complete and head.status == 200 and not flight.is_overgrown
+                if is_good and self._flights.running.get(flight.key) is flight:
+                    self._keep(flight, head, usage, body, plain)
+        except Exception as error:
+            log.error("internal error: %s", fault_lines(error))
+
+    def _count(self, lease: Lease, usage: Usage, body: bytes) -> None:
+        """What the upstream used; a ticket's work is paid when it is done."""
+        record, learned = lease.record, lease.target.learned
+        request, jobs = record.request, self._flights.jobs
+        if request.job is not None and request.job.is_open and not usage.is_estimated:
+            request.job.is_open = False
+            record.usage = lease.settle(usage)
+        if request.name == "responses" and (found := _RESPONSE_ID.search(body[:8192])):
+            is_open = bool(request.doc.get("background")) and not usage.total
+            job = Job(record.client, record.upstream, lease.target.model, is_open)
+            jobs[found[1].decode("utf-8", "replace")] = job
+            if len(jobs) > 10 * MAX_MODELS:
+                jobs.popitem(last=False)
+        if request.may_cost:
+            record.usage = lease.settle(usage)
+            if not usage.is_estimated and request.doc:
+                learned.teach(usage.completion, self._clock() - lease.sent_at)
+                if learned.calls <= 100 or learned.calls % 8 == 0:  # it takes time
+                    learned.teach_prompt(request.size, usage.prompt)
+
+    def _keep(self, flight: Flight, head: Head, usage: Usage, body: bytes, plain: bytes) -> None:
+        record, request, dedup = flight.record, flight.record.request, self._settings.dedup
+        is_same = is_deterministic(request.doc)
+        may_keep = dedup == "on" or (dedup == "deterministic" and is_same)
+        if not may_keep or "html" in head.kind or record.fallback:
+            return
+        if is_worth_keeping(plain, request, usage):
+            kept = Kept(
+                head.reason, NOT_KEPT.sub(b"", head.block), head.low.get("x-request-id", ""),
+                body, self._clock(), usage, record.upstream, request.model, is_same,
+                head.is_stream, record.answer_micros,
+            )  # fmt: skip
+            self._flights.keep(flight.key, kept, self._settings.cache_bytes)
+
+    @staticmethod
+    def _used(lease: Lease, exchange: Exchange, head: Head, plain: bytes) -> Usage:
+        """What an answer reports, or else what can be counted of it."""
+        if exchange.is_cut:
+            return Usage(lease.prompt_tokens, 0, exchange.metered, is_estimated=True)
+        if "ndjson" in head.kind:  # Ollama's last line says it
+            plain = plain.rstrip().rpartition(b"\n")[2]
+        unseen = exchange.events.taken if exchange.events is not None else b""
+        usage = read_usage(plain + unseen, head.is_stream)
+        if usage is None and lease.record.request.doc.get("background"):
+            return Usage(is_estimated=True)  # of a ticket; its work is paid when it is done
+        if usage is None and lease.record.fate == "bypass":
+            return lease.unknown()
+        if usage is None:
+            written = plain.count(b"data:") if head.is_stream else len(plain) // 4
+            return Usage(lease.prompt_tokens, 0, written, is_estimated=True)
+        if head.is_stream and not exchange.is_complete:  # cut: the last count is missing
+            written = plain.count(b"\ndata:") - plain.count(b'"type":"message_')
+            if written > usage.completion:
+                usage.completion, usage.is_estimated = written, True
+        return usage
+
+
+class Leader:
+    """Gets a flight its answer, in the task of the caller who leads it."""
+
+    def __init__(
+        self, accounts: Accounts, flights: Flights, router: Router, circuits: Circuits, clock: Clock
+    ) -> None:
+        self._settings, self._accounts = accounts.settings, accounts
+        self._counters, self._flights, self._clock = accounts.counters, flights, clock
+        self._router, self._circuits = router, circuits
+        self._settling = Settling(accounts, flights, clock)
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def fly(self, flight: Flight) -> None:
+        """Get a flight its answer, in its leader's task; however that ends, it lands once."""
+        error: ProxyError | None = None
+        record = flight.record
+        flight.task = task = cast("asyncio.Task[None]", asyncio.current_task())
+        self.tasks.add(task)
+        try:
+            with Lease(self._accounts, record, self._clock) as lease:
+                flight.lease = lease
+                await self.ask(flight, lease)
+        except ProxyError as caught:
+            error = caught
+        except CallerGone:
+            error = stalled()
+        except asyncio.CancelledError:
+            error = ProxyError("shutting_down", "the proxy was stopped", retry_after_s=5)
+        except Exception as caught:
+            log.error("internal error: %s", fault_lines(caught))
+            error = internal()
+        finally:
+            self.tasks.discard(task)
+            self._flights.land(flight)
+            flight.lease = flight.task = None
+            flight.finish(error)
+            record.request.let_go()
+
+    async def ask(self, flight: Flight, lease: Lease) -> None:
+        """Ask the first target, and while that fails before its first byte, the next."""
+        targets = self._router.targets(flight)
+        for target in targets:
+            is_last = target is targets[-1]
+            try:
+                lease.turn(target, self._router.demand(flight, target))
+                failure = await self._ask(flight, lease, target)
+            except ProxyError as error:
+                flight.met_open |= error.code == "circuit_open"
+                may_do_better = error.code in ("circuit_open", "upstream_key_refused")
+                if is_last or flight.head is not None or not may_do_better:
+                    raise
+                continue
+            if failure is None:
+                return
+            # Somebody else may do better; a 4xx would be the same anywhere.
+            may_do_better = failure.is_transient or failure.counts or failure.is_key_refused
+            if is_last or not may_do_better:
+                self._give_up(flight, failure)
+                return
+
+    async def _ask(self, flight: Flight, lease: Lease, target: Target) -> Failure | None:
+        """Reserve, queue, then attempts until one answers or the policy says it was the last."""
+        record, request, upstream = flight.record, flight.record.request, target.upstream
+        record.upstream, record.fallback = upstream.name, target.name
+        if request.may_cost and target.circuit.state is not State.CLOSED:
+            await self._circuits.peek(target.circuit)
+        if request.may_cost and (request.route is None or not request.route.is_free):
+            await lease.reserve()
+            await lease.enter()
+            self._accounts.opened(record)  # its row is journaled from here on
+            if record.reserved_micros and self._accounts.budgets.all:
+                await self._accounts.check_ledger()
+        plan, loads, was_refused = self._router.plan(flight, lease), 0, False
+        began_at = self._clock() - record.timing.waited_s
+        while True:
+            exchange = Exchange(flight, lease, plan)
+            failure = await self._attempt(flight, lease, exchange)
+            if failure is None:
+                if was_refused or plan.usage_body is not None:
+                    upstream.usage_known[request.name] = not was_refused
+                return None
+            upstream.llama.is_loading |= failure.is_loading
+            is_away = failure.is_loading or (failure.is_unsent and upstream.llama.is_restarting)
+            if exchange.is_odd:  # asked plainly it will be one
+                plan = self._router.plan(flight, lease, may_stream=False)
+            elif is_away and not flight.passes:  # its body would be gone; the attempt was none
+                lease.uncount()
+                left_s = self._settings.queue_timeout - self._clock() + began_at
+                await upstream.health.wait_ready(left_s)
+                await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
+                loads += 1
+                plan = self._router.plan(flight, lease)  # it may be another server
+            elif plan.usage_body and upstream.refuses_usage(request.name, failure):
+                lease.uncount()
+                plan.usage_body, was_refused = None, True
+            else:
+                may_retry = self._may_retry(flight, lease, failure)
+                if not (may_retry and await self._back_off(lease, failure)):
+                    return failure
+                self._counters.retries += 1
+
+    async def _attempt(self, flight: Flight, lease: Lease, exchange: Exchange) -> Failure | None:
+        """One attempt: what comes of it is told to its circuit, its key and the accounts."""
+        record, upstream = flight.record, lease.target.upstream
+        lease.admit()
+        attempt, outcome = lease.attempt, "left"
+        self._counters.upstream_calls += 1
+        self._counters.in_flight += 1
+        try:
+            failure = await exchange.run()
+            if failure is None:
+                outcome = str(flight.head.status if flight.head is not None else 0)
+                said = attempt.failed if is_outage(exchange.fault) else attempt.alive
+                (said if exchange.fault else attempt.ok)()
+                upstream.health.is_healthy |= not exchange.fault
+                flight.finish()
+                self._settling.settle(flight, lease, exchange)
+                return None
+            outcome = str(failure.status or failure.error.code)
+            is_broken = failure.answer is None and failure.error.code != "upstream_timeout"
+            if is_broken and await upstream.health.is_gone():
+                failure.counts = False  # its callers wait for it to come back
+            self._judge(lease, failure)
+            if lease.permit is not None and failure.is_unsent:
+                lease.permit.was_sent = False
+            record.timing.upstream_s = self._clock() - lease.sent_at
+            if failure.is_paid:
+                lease.settle(lease.unknown())
+            return failure
+        except ProxyError as error:  # broke off in mid-answer
+            outcome, is_timeout = error.code, error.code == "upstream_timeout"
+            if not error.is_rejection and (is_timeout or not await upstream.health.is_gone()):
+                attempt.failed()
+            self._settling.settle(flight, lease, exchange)
+            raise
+        except (CallerGone, asyncio.CancelledError) as error:
+            is_asked = not isinstance(error, CallerGone)  # all of it was sent
+            if flight.head is None and is_asked:  # the upstream has read the prompt, and bills it
+                record.usage = lease.settle(lease.unknown())
+            else:
+                self._settling.settle(flight, lease, exchange)
+            raise
+        finally:
+            self._counters.in_flight -= 1
+            lease.step(outcome)
+            attempt.neutral()
+
+    def _judge(self, lease: Lease, failure: Failure) -> None:
+        """What a failed attempt means for its circuit and its key."""
+        permit, wait_s = lease.permit, failure.retry_after_s
+        if failure.counts:
+            lease.attempt.failed()
+        elif failure.answer is not None and not failure.is_loading:
+            lease.attempt.alive()
+        self._counters.upstream_429 += failure.status == 429
+        if permit is None or failure.answer is None:
+            return
+        is_for_key = failure.status == 401 or (
+            failure.status == 403 and KEY_REFUSED.search(failure.answer[1]))  # fmt: skip
+        if is_for_key and permit.key.secret:
+            failure.is_key_refused = permit.refuse(str(failure.status))
+            why = f"the upstream answered {failure.status}"
+            log.warning("upstream_key %s: %s", permit.key.name, why)
+        elif failure.status == 429 and failure.is_transient:
+            permit.strike("429", None if wait_s is None else min(wait_s, LONGEST_PAUSE_S))
+        else:
+            lease.heed(failure.answer[0])
+
+    def _give_up(self, flight: Flight, failure: Failure) -> None:
+        """The last failure is the answer: the upstream's own words where there are any."""
+        if failure.answer is None:
+            raise failure.error
+        if failure.is_key_refused:  # the keys are our matter, and the answer may quote them
+            why = f"the upstream answered {failure.status} to every key of its pool"
+            raise ProxyError("upstream_key_refused", why, retry_after_s=REFUSED_KEY_S)
+        head, body = failure.answer
+        if flight.record.attempts > 1 or failure.has_backed_off:
+            head = head.changed(head.status, "", b"x-should-retry: false\r\n", (b"x-should-retry",))
+        if head.is_stream and head.status == 200:
+            flight.begin(head)
+            flight.push(body)
+        else:
+            flight.begin(head, body)
+
+    # -- the policy of further attempts
+
+    def _may_retry(self, flight: Flight, lease: Lease, failure: Failure) -> bool:
+        request, target = flight.record.request, lease.target
+        if flight.passes or target.circuit.state is State.OPEN or not flight.readers:
+            return False
+        if failure.is_key_refused and lease.permit is not None:  # another key may be welcome
+            return target.upstream.gate.keys.refusal(target.model) is None
+        kind = request.retry or self._settings.rule_of(request.model).retry
+        kind = kind or ("cautious" if request.doc.get("tools") else "safe")
+        may = failure.ran_nothing if kind == "cautious" else failure.is_transient
+        return may and kind != "never" and lease.attempts <= self._settings.retries
+
+    async def _back_off(self, lease: Lease, failure: Failure) -> bool:
+        """Wait before a further attempt; False where there shall be none after all.
+
+        After a 429 the gate knows how long, and for whom. After all else this call alone waits.
+        """
+        asked_s, circuit = failure.retry_after_s or 0.0, lease.target.circuit
+        if asked_s > self._settings.queue_timeout:  # the upstream's answer goes to the caller
+            return False
+        is_queued, is_held_back = lease.permit is not None, failure.status == 429
+        failure.has_backed_off = True
+        lease.leave()  # others may go while this one waits
+        if not (is_queued and (is_held_back or failure.is_key_refused)):
+            wait_s = BACKOFF_S * 2 ** (lease.attempts - 1) * random.uniform(1, 2)
+            wait_s = max(wait_s, asked_s + random.uniform(0, BACKOFF_S) if asked_s else 0.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await circuit.opened.wait()
+                    raise circuit.error()
+        if is_queued:
+            chances = max(1, self._settings.retries - lease.attempts + 1)
+            try:
+                await lease.enter(chances)
+            except ProxyError:  # the upstream's own words tell more than "the queue is full"
+                return False
+        return True
+
+    def abandon(self, flight: Flight) -> None:
+        """When the last caller has left: finish and keep it, or give the slot free."""
+        lease, task = flight.lease, flight.task
+        if task is None or lease is None:
+            return
+        is_asking = not lease.attempt.is_over  # an attempt is with the upstream now
+        if is_asking:
+            lease.attempt.give_place()  # it is for somebody who waits
+        is_joined = self._flights.running.get(flight.key) is flight
+        wanted = self._settings.abandon == "finish" and is_joined
+        if not is_asking or not wanted or flight.is_overgrown:
+            self._flights.land(flight)
+            task.cancel()
 
 
 ###############################################################################
@@ -6385,12 +7177,12 @@ class Control:
         money = ("price", "prices", "budget", "budget_month", "models", "clients")
         if any(getattr(changed, name) != getattr(settings, name) for name in money):
             gateway.accounts.change(changed)
-        known = {client.rule.name: client for client in gateway.clients.values()}
-        gateway.clients = {}
+        known = {client.rule.name: client for client in gateway.guard.clients.values()}
+        gateway.guard.clients = {}
         for rule in changed.clients:  # who was there before keeps what was counted
             client = known.get(rule.name) or Client(rule, gateway.clock)
             client.limit(rule)
-            gateway.clients[rule.key_sha256] = client
+            gateway.guard.clients[rule.key_sha256] = client
         is_retimed = changed.queue_timeout != settings.queue_timeout
         for name in (*SETTINGS, *self.TABLES, "given"):
             setattr(settings, name, getattr(changed, name))
@@ -6422,7 +7214,7 @@ class Control:
         if action == "close":
             if not all(k in known and isinstance(v, str) for k, v in wanted.items()):
                 raise ConfigError(f"close: wants texts of {', '.join(known)}, or nothing for all")
-            fits = [c for c in gateway.open_circuits() if wanted.items() <= c.shown().items()]
+            fits = [c for c in gateway.circuits.not_closed() if wanted.items() <= c.shown().items()]
             for circuit in fits:
                 circuit.close()
             return f"closed {len(fits)} circuits"
@@ -6520,7 +7312,7 @@ class Admin:
         if origin is not None or site not in ("none", "same-origin"):
             raise ProxyError("forbidden_origin", "admin routes are not for web pages")
         key, settings = self._gateway.settings.admin_key, self._gateway.settings
-        self._gateway.check_host(request.host, is_loopback(settings.host) or not key)
+        self._gateway.guard.check_host(request.host, is_loopback(settings.host) or not key)
         given, peer = bytes_of_text(request.low.get("authorization", "")), reply.conn.peername
         if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
             why = "admin routes want the admin key as a bearer token"
@@ -6533,7 +7325,46 @@ class Admin:
         circuits = self._gateway.circuits.values()
         dead = bool(circuits) and all(c.state is State.OPEN and c.retry_in_s > 0 for c in circuits)
         reason = "every circuit is open" if dead else "ready"
-        return {"status": "draining" if self._gateway.is_draining else reason}
+        return {"status": "draining" if self._gateway.guard.is_draining else reason}
+
+
+def status_of(gateway: Gateway) -> dict[str, Any]:
+    """What the status route, the live table and scripts see."""
+    gateway.fold()
+    gates = [upstream.gate for upstream in gateway.upstreams]
+    return {
+        "version": __version__,
+        "in_flight": gateway.counters.in_flight,
+        "queued": sum(gate.queued for gate in gates),
+        "callers": len(gateway.callers),
+        **gateway.counters.status(),
+        "open_circuits": [
+            {**c.shown(), "retry_in_s": round(c.retry_in_s, 1)}
+            for c in gateway.circuits.not_closed()
+        ],
+        "circuits": [
+            {
+                **c.shown(), "timeout_s": round(c.timeout_s(), 1), "measured": len(c.attempt_s),
+                "p99_s": round(percentile(c.attempt_s, 0.99), 3),
+            }
+            for c in gateway.circuits.values()[-100:]
+        ],
+        "queue": [
+            {"client": client, "priority": priority, "calls": calls, "wait_s": round(wait_s, 1)}
+            for gate in gates for client, priority, calls, wait_s in gate.forecast.flows()
+        ],
+        **gateway.accounts.shown(),
+        "kept_bytes": gateway.flights.kept_bytes,
+        "kept_answers": len(gateway.flights.kept),
+        "permits": {
+            "calls": sum(gate.running for gate in gates),
+            "weight": sum(gate.weight for gate in gates),
+        },
+        "draining": gateway.guard.is_draining, "paused": gateway.control.is_paused,
+        "upstreams": [upstream.shown() for upstream in gateway.upstreams],
+        "clients": [client.shown() for client in gateway.guard.clients.values()],
+        "settings": gateway.settings.shown(),
+    }  # fmt: skip
 
 
 def metrics(gateway: Gateway) -> Iterable[str]:
@@ -6563,21 +7394,11 @@ def metrics(gateway: Gateway) -> Iterable[str]:
 ###############################################################################
 # Gateway
 ###############################################################################
-# Rule: the way of a request, in `handle`; how often and of whom it is asked, in `fly`.
-
-
-@dataclass(slots=True)
-class Job:
-    """A response that its upstream keeps: who that is, and whether its cost is still to come."""
-
-    client: str
-    upstream: str
-    model: str
-    is_open: bool
+# Rule: the way of a request, in `handle`, and nothing of how a step is done.
 
 
 class Gateway:
-    """Guards, reads and joins; gets flights their answers."""
+    """A request's way, from guard to record."""
 
     def __init__(self, settings: Settings, clock: Clock = time.monotonic) -> None:
         self.settings, self.clock = settings, clock
@@ -6588,20 +7409,15 @@ class Gateway:
         base = settings.upstream
         rules = settings.upstreams or [UpstreamRule(URL(base).authority, base, keys=settings.keys)]
         self.upstreams = [Upstream(rule, settings, clock) for rule in rules]
-        self.named = {upstream.name: upstream for upstream in self.upstreams}
-        self.circuits: LruMap[Circuit] = LruMap(
-            lambda key: Circuit(key, settings, clock, self._circuit_moved),
-            may_go=lambda circuit: circuit.state is State.CLOSED,
-        )
-        self._no_circuit = Circuit(("", "", ""), settings, clock)  # of what costs nothing
-        self.learned: LruMap[Learned] = LruMap(lambda key: Learned())
-        self.clients = {rule.key_sha256: Client(rule, clock) for rule in settings.clients}
+        self.guard = Guard(settings, [upstream.mark for upstream in self.upstreams], clock)
+        named = {upstream.name: upstream for upstream in self.upstreams}
+        self.circuits = Circuits(settings, named, clock, self.answers.spawn)
+        self.router = Router(self.accounts, self.upstreams, self.circuits)
+        self.leader = Leader(self.accounts, self.flights, self.router, self.circuits, clock)
+        self.joiner = Joiner(self.accounts, self.flights, self.leader.abandon)
         self.control, self.admin = Control(self), Admin(self)
-        self.jobs: OrderedDict[str, Job] = OrderedDict()  # by the id of a response
-        self.is_draining = False
         self.url, self.mock = "", cast(Any, None)  # where it listens; behind `mock:`
         self.on_call: Callable[[Record], None] = lambda record: None
-        self.in_flight = 0  # calls that are with an upstream now
         self.callers: set[Record] = set()  # who wait for an answer
         self._ended: list[Record] = []  # and not counted yet
 
@@ -6615,17 +7431,17 @@ class Gateway:
 
     async def drain(self, limit_s: float = DRAIN_S) -> bool:
         """Refuse new calls, let those in flight finish. True if all did within `limit_s`."""
-        self.is_draining = True
+        self.guard.is_draining = True
         self.control.pause(False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while self.callers or self.in_flight:  # who waits in a queue has a caller
+                while self.callers or self.counters.in_flight:  # who waits in a queue has a caller
                     await asyncio.sleep(0.02)
                 return True
         return False
 
     async def close(self) -> None:
-        tasks = self.answers.tasks
+        tasks = self.answers.tasks | self.leader.tasks
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=1.0) if tasks else None
@@ -6657,19 +7473,19 @@ class Gateway:
             record.id = self.accounts.ledger.new_id()
         flight: Flight | None = None
         try:
-            self.guard(record)
+            self.guard.check(record)
             if request.is_preflight:
                 return self.answers.preflight(reply, record)
             if request.is_model_list and len(self.upstreams) > 1:
                 return await self.list_models(reply, record)
             await self.read(record, upload)
-            found = self.join(record, upload)
+            found = self.joiner.join(record, upload)
             if isinstance(found, tuple):
                 return await self.answers.serve(reply, record, *found, "hit")
             flight = found
             reader = self.follow(flight, reply, record)
             if flight.record is record:
-                await self.fly(flight)
+                await self.leader.fly(flight)
             await reader.wait()
         except ProxyError as error:
             await self.refuse(reply, record, flight, error)
@@ -6685,102 +7501,9 @@ class Gateway:
         finally:
             self.record(record, flight)
 
-    # -- 1 guard
-
-    def guard(self, record: Record) -> None:
-        """Who may call, and do we understand the headers that are ours?"""
-        request = record.request
-        self._check_protocol(request)
-        if request.origin is not None:
-            if not is_allowed_origin(request.origin, self.settings.allow_origin):
-                origin, request.origin = printable(request.origin), None
-                why = f"browser origin {origin} may not call; see --allow-origin"
-                raise ProxyError("forbidden_origin", why)
-        self.check_host(request.host, is_loopback(self.settings.host))
-        if request.headers.own:
-            self._own_headers(record)
-        if request.is_preflight:
-            return
-        if self.is_draining:
-            why = "the proxy is shutting down; try again"
-            raise ProxyError("shutting_down", why, retry_after_s=5)
-        self._authenticate(record)
-
-    def _check_protocol(self, request: Request) -> None:
-        low, why = request.low, ""
-        if request.method == "?":
-            why = "this is not a valid HTTP request"
-        elif low.get("transfer-encoding", "chunked").lower() != "chunked":
-            why = "of transfer codings only chunked is understood"
-        elif request.method in ("TRACE", "CONNECT"):  # it would echo whatever key is on it
-            why = f"{request.method} is not passed on"
-        elif "via" in low and any(u.mark in low["via"] for u in self.upstreams):
-            why = "an upstream leads back to this proxy"
-        elif low.get("upgrade", "").lower() == "websocket":  # Codex then asks by HTTP at once
-            raise ProxyError("upgrade_refused", "no WebSockets here; ask by HTTP")
-        if why:
-            raise ProxyError("invalid_request", why)
-
-    def check_host(self, host: str, is_local: bool) -> None:
-        if is_local and not is_loopback(host):
-            name = re.sub(r":\d+$", "", host).lower()
-            if name not in (allowed.lower() for allowed in self.settings.allow_host):
-                why = f"Host {printable(host)} is not this machine (DNS rebinding)"
-                raise ProxyError("forbidden_origin", f"{why}; see --allow-host")
-
-    @staticmethod
-    def _own_headers(record: Record) -> None:
-        request = record.request
-        for name in request.headers.own:
-            value, allowed = request.low[name], OWN_HEADERS.get(name)
-            if allowed is None:
-                known = ", ".join(sorted(OWN_HEADERS))
-                why = f"{printable(name)} is not a header of this version; known: {known}"
-                raise ProxyError("invalid_header", why)
-            if allowed and value not in allowed:
-                why = f"{name} wants one of {', '.join(allowed)}, got {printable(value)}"
-                raise ProxyError("invalid_header", why)
-        task = record.task = request.low.get("x-llmproxy-task", "")[:200]
-        if struck(task) != task:  # it looks like a key
-            record.task = f"task-{hashlib.sha256(bytes_of_text(task)).hexdigest()[:12]}"
-        name = "x-llmproxy-task-budget"
-        if (budget := request.low.get(name)) is not None:
-            try:
-                request.task_budget = parse_count(budget)
-            except ValueError:
-                why = f"wants a whole number of tokens above 0, got {printable(budget)}"
-                raise ProxyError("invalid_header", f"{name} {why}") from None
-            if not task:
-                raise ProxyError("invalid_header", f"{name} wants an x-llmproxy-task")
-        request.retry = request.low.get("x-llmproxy-retry")
-
-    def _authenticate(self, record: Record) -> None:
-        """Whose call is it? With client keys in the file, nobody else's passes."""
-        request = record.request
-        if not self.clients:
-            cookie = request.low.get("cookie", "")
-            if keys := "\0".join(filter(None, (*request.api_keys(), cookie))):
-                record.client = client_id(keys)
-        else:
-            for key in request.api_keys():
-                client = self.clients.get(hashlib.sha256(bytes_of_text(key)).hexdigest())
-                if client is not None:
-                    request.client, request.own_keys = client, (*request.own_keys, key)
-            if request.client is None:
-                why = "no valid client key; send it as a bearer token or as x-api-key"
-                raise ProxyError("invalid_api_key", why)
-            rule = request.client.rule
-            record.client, request.priority = rule.name, rule.priority
-            if record.task:
-                request.task_budget = request.task_budget or rule.task_budget or 0
-            if any(carries(request.path, key) for key in request.own_keys):
-                request.path = "/***"
-                raise ProxyError("invalid_request", "a key does not belong into the path")
-            if any(key in request.trace for key in request.own_keys):
-                request.trace = new_trace()
-        request.priority = request.low.get("x-llmproxy-priority", request.priority)
-
-    # -- 2 read
+    async def list_models(self, reply: Reply, record: Record) -> None:
+        record.fate = "bypass"
+        self.answers.document(reply, record, await self.router.list_models(record.request))
 
     async def read(self, record: Record, upload: Upload) -> None:
         """The body, where it may name a model; all else is read on its way."""
@@ -6793,116 +7516,7 @@ class Gateway:
             request.body = uncoded(request.sent, codings, self.settings.max_body)
         request.is_read = not kind.startswith("multipart/")
         if not request.is_read:
-            self._name_model(request, form_model(request.body, kind))
-
-    # -- 3 join
-
-    def join(self, record: Record, upload: Upload) -> Flight | tuple[Kept, float]:
-        """What answers this call: a kept answer, a running flight, or a new one that it leads.
-
-        A body that is no JSON object passes: the upstream shall say what is wrong with it.
-        """
-        request, settings, flights = record.request, self.settings, self.flights
-        if request.route is None or not request.is_read:
-            return self._pass(record, upload)
-        scope, alias, found = self._scope(record), b"", None
-        request.may_join = settings.dedup != "off" and "no-store" not in request.directives
-        if request.may_join and len(request.body) <= SLICE_BYTES:
-            scoped = scope.copy()
-            scoped.update(b"raw\0" + request.body)
-            alias = scoped.digest()
-            if (key := flights.key_of(alias)) is not None:
-                if (found := self._known(record, key)) is not None:
-                    return found
-        if not self._parse(request) or (meaning := canonical(request.doc)) is None:
-            return self._pass(record, upload)
-        scope.update(b"json\0" + meaning)
-        key = scope.digest()
-        # The same body on top of a conversation that the server holds is another turn.
-        request.may_join = request.may_join and not request.doc.get("conversation")
-        if request.may_join:
-            found = self._known(record, key)
-        if found is None:
-            record.fate = "miss"
-            request.check_model(request.model)
-            found = Flight(key, record, False, self.abandon)
-            if request.may_join:
-                flights.running[key] = found
-        if request.may_join:
-            flights.alias(alias, key)
-        return found
-
-    def _parse(self, request: Request) -> bool:
-        """Take what a JSON body says; False where it is none."""
-        if (doc := parse_json(request.body)) is None:
-            return False
-        model = doc.get("model")
-        request.doc, request.max_tokens = doc, max_tokens(doc)
-        request.is_stream = doc.get("stream") is True
-        self._name_model(request, model if isinstance(model, str) else "")
-        return True
-
-    @staticmethod
-    def _name_model(request: Request, model: str) -> None:
-        if request.own_keys and any(key in model for key in request.own_keys):
-            raise ProxyError("invalid_request", "a key is no model")
-        request.model = model[:200]
-
-    def _pass(self, record: Record, upload: Upload) -> Flight:
-        """What is not joined goes the same way, straight through."""
-        request, record.fate = record.request, "bypass"
-        if request.method == "GET" and (named := re.search(r"/models(?:/([^/]+))?$", request.path)):
-            request.model = urllib.parse.unquote(named[1] or "")
-        if request.is_read and request.route is None:
-            self._parse(request)
-        if request.name.startswith("responses/"):
-            request.may_cost &= not request.name.endswith("/cancel")
-            job = self.jobs.get(request.name.split("/")[1])
-            request.job = job if job is not None and job.client == record.client else None
-        if request.may_cost:
-            request.check_model(request.model)
-        flight = Flight(b"", record, True, self.abandon)
-        flight.upload = None if request.sent or upload.is_empty else upload
-        return flight
-
-    def _scope(self, record: Record) -> Any:
-        """What two calls must have in common besides their bodies, as the beginning of a hash."""
-        request = record.request
-        raw_path, keyed, name = request.raw_path, request.headers.keyed(request.own_keys), ""
-        if request.client is not None:  # however it sends its key
-            name, raw_path = record.client, without_keys(raw_path, request.own_keys, ())
-        if self.settings.share == "all":
-            name, raw_path = "", without_keys(raw_path)
-            lines = keyed.splitlines(keepends=True)
-            kept = (ln for ln in lines if ln.partition(b":")[0].decode() not in CREDENTIALS)
-            keyed = b"".join(kept)
-        tasks = self.accounts.budgets.tasks
-        if record.task and (request.task_budget or (record.client, record.task) in tasks):
-            name += f"\0{record.client}\0task {record.task}"  # its stream, and nobody else's
-        parts = bytes_of_text(name), bytes_of_text(raw_path), keyed, b""
-        return hashlib.sha256(b"\0".join(parts))
-
-    def _known(self, record: Record, key: bytes) -> Flight | tuple[Kept, float] | None:
-        """A kept answer or a running flight that this caller takes."""
-        request, settings = record.request, self.settings
-        max_age_s = request.max_age_s
-        flight = self.flights.running.get(key)  # newer than any kept answer
-        if flight is not None and not flight.is_overgrown and max_age_s >= 0:
-            leader = flight.record.request
-            request.check_model(leader.model)
-            request.model, request.is_stream = leader.model, leader.is_stream
-            self.accounts.bodies(record, request.body, b"")  # its answer stands with the leader's
-            record.fate, record.shared = "joined", leader.trace
-            request.body = request.sent = b""
-            self.accounts.opened(record)
-            return flight
-        if settings.dedup in ("on", "deterministic"):
-            found = self.flights.find(key, min(settings.dedup_window, max_age_s))
-            if found is not None and (settings.dedup == "on" or found[0].is_deterministic):
-                request.check_model(found[0].model)
-                self.accounts.bodies(record, request.body, b"")
-                return found
-        return None
+            request.name_model(form_model(request.body, kind))
 
     def follow(self, flight: Flight, reply: Reply, record: Record) -> Reader:
         """Have the flight's answer given to a caller from its beginning, at the caller's pace."""
@@ -6917,501 +7531,6 @@ class Gateway:
         if self.settings.keepalive is not None and record.request.is_stream:
             reader.keep_alive(self.settings.keepalive)
         return reader
-
-    # -- 4 to 9 reserve, queue, admit, send, relay, settle
-
-    async def fly(self, flight: Flight) -> None:
-        """Get a flight its answer, in its leader's task; however that ends, it lands once."""
-        error: ProxyError | None = None
-        record = flight.record
-        flight.task = task = cast("asyncio.Task[None]", asyncio.current_task())
-        self.answers.tasks.add(task)
-        try:
-            with Lease(self.accounts, record, self.clock) as lease:
-                flight.lease = lease
-                await self.ask(flight, lease)
-        except ProxyError as caught:
-            error = caught
-        except CallerGone:
-            error = stalled()
-        except asyncio.CancelledError:
-            error = ProxyError("shutting_down", "the proxy was stopped", retry_after_s=5)
-        except Exception as caught:
-            log.error("internal error: %s", fault_lines(caught))
-            error = internal()
-        finally:
-            self.answers.tasks.discard(task)
-            self.flights.land(flight)
-            flight.lease = flight.task = None
-            flight.finish(error)
-            record.request.let_go()
-
-    async def ask(self, flight: Flight, lease: Lease) -> None:
-        """Ask the first target, and while that fails before its first byte, the next."""
-        targets = self.targets(flight)
-        for target in targets:
-            is_last = target is targets[-1]
-            try:
-                lease.turn(target, self.demand(flight, target))
-                failure = await self._ask(flight, lease, target)
-            except ProxyError as error:
-                flight.met_open |= error.code == "circuit_open"
-                may_do_better = error.code in ("circuit_open", "upstream_key_refused")
-                if is_last or flight.head is not None or not may_do_better:
-                    raise
-                continue
-            if failure is None:
-                return
-            # Somebody else may do better; a 4xx would be the same anywhere.
-            may_do_better = failure.is_transient or failure.counts or failure.is_key_refused
-            if is_last or not may_do_better:
-                self._give_up(flight, failure)
-                return
-
-    async def _ask(self, flight: Flight, lease: Lease, target: Target) -> Failure | None:
-        """Reserve, queue, then attempts until one answers or the policy says it was the last."""
-        record, request, upstream = flight.record, flight.record.request, target.upstream
-        record.upstream, record.fallback = upstream.name, target.name
-        if request.may_cost and target.circuit.state is not State.CLOSED:
-            await self._peek(target)
-        if request.may_cost and (request.route is None or not request.route.is_free):
-            await lease.reserve()
-            await lease.enter()
-            self.accounts.opened(record)  # its row is journaled from here on
-            if record.reserved_micros and self.accounts.budgets.all:
-                await self.accounts.check_ledger()
-        plan, loads, was_refused = self.plan(flight, lease), 0, False
-        began_at = self.clock() - record.timing.waited_s
-        while True:
-            exchange = Exchange(flight, lease, plan)
-            failure = await self._attempt(flight, lease, exchange)
-            if failure is None:
-                if was_refused or plan.usage_body is not None:
-                    upstream.usage_known[request.name] = not was_refused
-                return None
-            upstream.llama.is_loading |= failure.is_loading
-            is_away = failure.is_loading or (failure.is_unsent and upstream.llama.is_restarting)
-            if exchange.is_odd:  # asked plainly it will be one
-                plan = self.plan(flight, lease, may_stream=False)
-            elif is_away and not flight.passes:  # its body would be gone; the attempt was none
-                lease.uncount()
-                left_s = self.settings.queue_timeout - self.clock() + began_at
-                await upstream.health.wait_ready(left_s)
-                await asyncio.sleep(min(0.25 * loads, 2.0))  # a health check may lie
-                loads += 1
-                plan = self.plan(flight, lease)  # it may be another server
-            elif plan.usage_body and self._refuses_usage(failure, upstream, request.name):
-                lease.uncount()
-                plan.usage_body, was_refused = None, True
-            else:
-                may_retry = self._may_retry(flight, lease, failure)
-                if not (may_retry and await self._back_off(lease, failure)):
-                    return failure
-                self.counters.retries += 1
-
-    async def _attempt(self, flight: Flight, lease: Lease, exchange: Exchange) -> Failure | None:
-        """One attempt: what comes of it is told to its circuit, its key and the accounts."""
-        record, upstream = flight.record, lease.target.upstream
-        lease.admit()
-        attempt, outcome = lease.attempt, "left"
-        self.counters.upstream_calls += 1
-        self.in_flight += 1
-        try:
-            failure = await exchange.run()
-            if failure is None:
-                outcome = str(flight.head.status if flight.head is not None else 0)
-                said = attempt.failed if is_outage(exchange.fault) else attempt.alive
-                (said if exchange.fault else attempt.ok)()
-                upstream.health.is_healthy |= not exchange.fault
-                flight.finish()
-                self._settle(flight, lease, exchange)
-                return None
-            outcome = str(failure.status or failure.error.code)
-            is_broken = failure.answer is None and failure.error.code != "upstream_timeout"
-            if is_broken and await upstream.health.is_gone():
-                failure.counts = False  # its callers wait for it to come back
-            self._judge(lease, failure)
-            if lease.permit is not None and failure.is_unsent:
-                lease.permit.was_sent = False
-            record.timing.upstream_s = self.clock() - lease.sent_at
-            if failure.is_paid:
-                lease.settle(lease.unknown())
-            return failure
-        except ProxyError as error:  # broke off in mid-answer
-            outcome, is_timeout = error.code, error.code == "upstream_timeout"
-            if not error.is_rejection and (is_timeout or not await upstream.health.is_gone()):
-                attempt.failed()
-            self._settle(flight, lease, exchange)
-            raise
-        except (CallerGone, asyncio.CancelledError) as error:
-            is_asked = not isinstance(error, CallerGone)  # all of it was sent
-            if flight.head is None and is_asked:  # the upstream has read the prompt, and bills it
-                record.usage = lease.settle(lease.unknown())
-            else:
-                self._settle(flight, lease, exchange)
-            raise
-        finally:
-            self.in_flight -= 1
-            lease.step(outcome)
-            attempt.neutral()
-
-    def _settle(self, flight: Flight, lease: Lease, exchange: Exchange) -> None:
-        """After the answer: count what the upstream used, learn, and keep it where it may be."""
-        head, record, request = flight.head, flight.record, flight.record.request
-        if head is None or head.status >= 300 or request.method == "HEAD":
-            return
-        body = bytes(exchange.tail) if flight.passes else flight.held()
-        plain, learned = decoded(body, head), lease.target.learned
-        try:
-            usage = self._used(lease, exchange, head, plain)
-            if request.job is not None and request.job.is_open and not usage.is_estimated:
-                request.job.is_open = False
-                record.usage = lease.settle(usage)
-            if request.name == "responses" and (found := _RESPONSE_ID.search(body[:8192])):
-                is_open = bool(request.doc.get("background")) and not usage.total
-                job = Job(record.client, record.upstream, lease.target.model, is_open)
-                self.jobs[found[1].decode("utf-8", "replace")] = job
-                if len(self.jobs) > 10 * MAX_MODELS:
-                    self.jobs.popitem(last=False)
-            if request.may_cost:
-                record.usage = lease.settle(usage)
-                if not usage.is_estimated and request.doc:
-                    learned.teach(usage.completion, self.clock() - lease.sent_at)
-                    if learned.calls <= 100 or learned.calls % 8 == 0:  # it takes time
-                        learned.teach_prompt(request.size, usage.prompt)
-            if (llama := lease.target.upstream.llama).is_known:
-                llama.speeds.add(plain[-SLICE_BYTES:])
-            if flight.passes:
-                return
-            self.accounts.bodies(record, request.body, plain)
-            # Keep a whole and good answer, where nothing newer is on its way.
-            is_newest = self.flights.running.get(flight.key) is flight
-            is_same, dedup = is_deterministic(request.doc), self.settings.dedup
-            may_keep = dedup == "on" or (dedup == "deterministic" and is_same)
-            is_good = exchange.is_complete and head.status == 200 and not flight.is_overgrown
-            is_good = is_good and "html" not in head.kind and not record.fallback
-            if is_good and may_keep and is_newest and is_worth_keeping(plain, request, usage):
-                kept = Kept(
-                    head.reason, NOT_KEPT.sub(b"", head.block), head.low.get("x-request-id", ""),
-                    body, self.clock(), usage, record.upstream, request.model, is_same,
-                    head.is_stream, record.answer_micros,
-                )  # fmt: skip
-                self.flights.keep(flight.key, kept, self.settings.cache_bytes)
-        except Exception as error:  # whatever an upstream reports, its callers must land
-            log.error("internal error: %s", fault_lines(error))
-
-    @staticmethod
-    def _used(lease: Lease, exchange: Exchange, head: Head, plain: bytes) -> Usage:
-        """What an answer reports, or else what can be counted of it."""
-        if exchange.is_cut:
-            return Usage(lease.prompt_tokens, 0, exchange.metered, is_estimated=True)
-        if "ndjson" in head.kind:  # Ollama's last line says it
-            plain = plain.rstrip().rpartition(b"\n")[2]
-        usage = read_usage(plain + exchange.extra, head.is_stream)
-        if usage is None and lease.record.request.doc.get("background"):
-            return Usage(is_estimated=True)  # of a ticket; its work is paid when it is done
-        if usage is None and lease.record.fate == "bypass":
-            return lease.unknown()
-        if usage is None:
-            written = plain.count(b"data:") if head.is_stream else len(plain) // 4
-            return Usage(lease.prompt_tokens, 0, written, is_estimated=True)
-        if head.is_stream and not exchange.is_complete:  # cut: the last count is missing
-            written = plain.count(b"\ndata:") - plain.count(b'"type":"message_')
-            if written > usage.completion:
-                usage.completion, usage.is_estimated = written, True
-        return usage
-
-    def _judge(self, lease: Lease, failure: Failure) -> None:
-        """What a failed attempt means for its circuit and its key."""
-        permit, wait_s = lease.permit, failure.retry_after_s
-        if failure.counts:
-            lease.attempt.failed()
-        elif failure.answer is not None and not failure.is_loading:
-            lease.attempt.alive()
-        self.counters.upstream_429 += failure.status == 429
-        if permit is None or failure.answer is None:
-            return
-        is_for_key = failure.status == 401 or (
-            failure.status == 403 and KEY_REFUSED.search(failure.answer[1]))  # fmt: skip
-        if is_for_key and permit.key.secret:
-            failure.is_key_refused = permit.refuse(str(failure.status))
-            why = f"the upstream answered {failure.status}"
-            log.warning("upstream_key %s: %s", permit.key.name, why)
-        elif failure.status == 429 and failure.is_transient:
-            permit.strike("429", None if wait_s is None else min(wait_s, LONGEST_PAUSE_S))
-        else:
-            lease.heed(failure.answer[0])
-
-    def _give_up(self, flight: Flight, failure: Failure) -> None:
-        """The last failure is the answer: the upstream's own words where there are any."""
-        if failure.answer is None:
-            raise failure.error
-        if failure.is_key_refused:  # the keys are our matter, and the answer may quote them
-            why = f"the upstream answered {failure.status} to every key of its pool"
-            raise ProxyError("upstream_key_refused", why, retry_after_s=REFUSED_KEY_S)
-        head, body = failure.answer
-        if flight.record.attempts > 1 or failure.has_backed_off:
-            head = head.changed(head.status, "", b"x-should-retry: false\r\n", (b"x-should-retry",))
-        if head.is_stream and head.status == 200:
-            flight.begin(head)
-            flight.push(body)
-        else:
-            flight.begin(head, body)
-
-    # -- the policy of further attempts
-
-    def _may_retry(self, flight: Flight, lease: Lease, failure: Failure) -> bool:
-        request, target = flight.record.request, lease.target
-        if flight.passes or target.circuit.state is State.OPEN or not flight.readers:
-            return False
-        if failure.is_key_refused and lease.permit is not None:  # another key may be welcome
-            return target.upstream.gate.keys.refusal(target.model) is None
-        kind = request.retry or self.settings.rule_of(request.model).retry
-        kind = kind or ("cautious" if request.doc.get("tools") else "safe")
-        may = failure.ran_nothing if kind == "cautious" else failure.is_transient
-        return may and kind != "never" and lease.attempts <= self.settings.retries
-
-    async def _back_off(self, lease: Lease, failure: Failure) -> bool:
-        """Wait before a further attempt; False where there shall be none after all.
-
-        After a 429 the gate knows how long, and for whom. After all else this call alone waits.
-        """
-        asked_s, circuit = failure.retry_after_s or 0.0, lease.target.circuit
-        if asked_s > self.settings.queue_timeout:  # the upstream's answer goes to the caller
-            return False
-        is_queued, is_held_back = lease.permit is not None, failure.status == 429
-        failure.has_backed_off = True
-        lease.leave()  # others may go while this one waits
-        if not (is_queued and (is_held_back or failure.is_key_refused)):
-            wait_s = BACKOFF_S * 2 ** (lease.attempts - 1) * random.uniform(1, 2)
-            wait_s = max(wait_s, asked_s + random.uniform(0, BACKOFF_S) if asked_s else 0.0)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await circuit.opened.wait()
-                    raise circuit.error()
-        if is_queued:
-            chances = max(1, self.settings.retries - lease.attempts + 1)
-            try:
-                await lease.enter(chances)
-            except ProxyError:  # the upstream's own words tell more than "the queue is full"
-                return False
-        return True
-
-    @staticmethod
-    def _refuses_usage(failure: Failure, upstream: Upstream, name: str) -> bool:
-        """Whether the upstream refuses the field that we added, not the call.
-
-        Where it has never taken the field before, any 400 may mean that; asked once.
-        """
-        if failure.answer is None or TOO_LONG.search(failure.answer[1]):
-            return False
-        head, body = failure.answer
-        if head.status not in (200, 400, 422):
-            return False
-        if FIELD_REFUSED.search(body):
-            return True
-        is_known = name in upstream.usage_known or upstream.llama.is_known
-        is_first = head.status != 200 and not is_known
-        upstream.usage_known.setdefault(name, True)
-        return is_first
-
-    def abandon(self, flight: Flight) -> None:
-        """When the last caller has left: finish and keep it, or give the slot free."""
-        lease, task = flight.lease, flight.task
-        if task is None or lease is None:
-            return
-        is_asking = not lease.attempt.is_over  # an attempt is with the upstream now
-        if is_asking:
-            lease.attempt.give_place()  # it is for somebody who waits
-        is_joined = self.flights.running.get(flight.key) is flight
-        wanted = self.settings.abandon == "finish" and is_joined
-        if not is_asking or not wanted or flight.is_overgrown:
-            self.flights.land(flight)
-            task.cancel()
-
-    # -- whom to ask, and how
-
-    def targets(self, flight: Flight) -> list[Target]:
-        """The upstream for a call's model, and after it the fallbacks that the file names.
-
-        Raises ProxyError: model_not_found.
-        """
-        request = flight.record.request
-
-        def serving(model: str) -> Upstream | None:
-            return next((u for u in self.upstreams if matches(u.rule.models, model)), None)
-
-        def target(upstream: Upstream, model: str, name: str = "") -> Target:
-            key, is_foreign = (upstream.name, model), upstream is not first
-            circuit = self.circuits[*key, request.path] if request.may_cost else self._no_circuit
-            return Target(upstream, model, circuit, self.learned[key], name, is_foreign)
-
-        model = request.model
-        first = serving(model) or (None if model else self.upstreams[0])
-        if request.job is not None:  # it is where it was made
-            model = request.model = request.job.model
-            first = self.named.get(request.job.upstream, first)
-        if first is None:
-            why = f"no upstream serves the model {printable(model)}; see [upstream.NAME] models"
-            raise ProxyError("model_not_found", why)
-        found = [target(first, model)]
-        names = self.settings.rule_of(model).fallback if self.settings.models else []
-        for name in names if not flight.passes else ():
-            named = self.named.get(name)
-            model = request.model if named else name
-            if (other := named or serving(model)) is not None:
-                found.append(target(other, model, name))
-        return found
-
-    def demand(self, flight: Flight, target: Target) -> Demand:
-        """What a call wants of its target's gate.
-
-        A small prompt is not measured where nothing hangs on its tokens: its weight is 1 anyway.
-        """
-        record, request, gate = flight.record, flight.record.request, target.upstream.gate
-        size, weight = len(request.body), 0
-        if flight.passes and not request.doc:  # what a file comes to nobody knows
-            prompt, weight = size // 3 if request.is_read else 0, 1
-        elif request.doc and (
-            size > 3000 or gate.tpm is not None or gate.keys.pool or gate.queued or request.client
-            or record.task or self.accounts.budgets.all
-        ):  # fmt: skip
-            prompt = target.learned.prompt_tokens(request.size)
-        else:
-            prompt = size // 3
-        output = target.learned.output_tokens(request.max_tokens) if request.writes else 0
-        # Each of several answers takes a slot of its own.
-        places = copies(request.doc) if target.upstream.llama.is_known else 1
-        return Demand(
-            weight or max(1, prompt // 1000), prompt, output, record.client, request.priority,
-            target.model, len(request.sent), target.circuit, places,
-        )  # fmt: skip
-
-    def plan(self, flight: Flight, lease: Lease, may_stream: bool = True) -> Plan:
-        """How attempts for a call are made."""
-        settings, request, target = self.settings, flight.record.request, lease.target
-        upstream, doc, body = target.upstream, request.doc, request.body
-        is_stream = request.is_stream
-        by_hand = settings.rule_of(target.model).timeout if settings.models else None
-        is_learned = settings.timeout == "auto" and by_hand is None
-        silence_s = by_hand or (
-            target.circuit.timeout_s() if is_learned else cast(float, settings.timeout)
-        )
-        is_literal = by_hand is not None or (not is_learned and "timeout" in settings.given)
-        fields: dict[str, Any] = {}
-        if target.name and target.model != request.model:
-            fields["model"] = target.model
-        asks_stream = may_stream and upstream.llama.is_known and settings.upstream_stream == "auto"
-        if asks_stream and not is_stream and Assembly.can_be(request.name, doc):
-            fields["stream"] = True
-        if fields and (changed := with_fields(body, doc, fields)) is not None:
-            body, doc, is_stream = changed, {**doc, **fields}, is_stream or "stream" in fields
-        first_s = silence_s
-        if not is_stream and not is_literal:
-            # A plain answer is silent until it is whole: allow for what it has to write.
-            first_s += lease.demand.output_tokens * target.learned.token_s
-        patience_s = 0.0 if is_literal or is_learned else max(FIRST_BYTE_S, first_s)
-        limits = {"first_s": first_s, "total_s": settings.total_timeout, "patience_s": patience_s}
-        usage_body = None
-        # llama.cpp tells it in `timings` as well; only who wants a plain answer needs the field.
-        may_ask = is_stream and request.route is not None and request.route.takes_usage
-        may_ask = may_ask and (not request.is_stream or not upstream.llama.is_known)
-        if may_ask and not reports_usage(doc) and upstream.usage_known.get(request.name, True):
-            if (options := usage_options(doc)) is not None:
-                usage_body = with_fields(body, doc, options)
-        is_as_it_came = body is request.body and usage_body is None
-        body = request.sent if is_as_it_came else body  # coded, where it came so
-        block, raw_path = self._headers(request, target, flight.passes, is_as_it_came)
-        return Plan(raw_path, block, body, usage_body, silence_s, limits, is_stream)
-
-    @staticmethod
-    def _headers(
-        request: Request, target: Target, passes: bool, is_as_it_came: bool
-    ) -> tuple[bytes, str]:
-        """What goes up of the caller's headers and path: no credential that is not for this one."""
-        keys, is_foreign, raw_path = request.own_keys, target.is_foreign, request.raw_path
-        is_ours = is_foreign or bool(target.upstream.gate.keys.pool)
-        without = CREDENTIALS if is_ours else ()
-        without = without if is_as_it_came else (*without, "content-encoding")
-        block = request.headers.block(without, SENT_ELSEWHERE if is_foreign else None, keys)
-        if is_ours or keys:
-            raw_path = without_keys(raw_path, keys, KEY_PARAMETERS if is_ours else ())
-        more = f"x-request-id: {request.trace}\r\n"
-        if request.has_new_trace:
-            more += f"traceparent: 00-{request.trace}-{request.trace[:16]}-01\r\n"
-        if not passes:
-            more += "Accept-Encoding: identity\r\n"  # one answer has to fit every caller
-        elif coding := request.low.get("accept-encoding"):
-            more += f"Accept-Encoding: {coding}\r\n"
-        return block + bytes_of_text(more), raw_path
-
-    # -- the models of several upstreams
-
-    async def list_models(self, reply: Reply, record: Record) -> None:
-        """Those of all upstreams that are alive, each once, in the file's order."""
-        record.fate, request, found = "bypass", record.request, dict[str, Any]()
-        allowed = [] if request.client is None else request.client.rule.models
-        lists = await asyncio.gather(*(self._models_of(u, request) for u in self.upstreams))
-        for upstream, listed in zip(self.upstreams, lists, strict=True):
-            rule = upstream.rule
-            names = [] if listed is None else [n for n in rule.models if not re.search(r"[*?[]", n)]
-            models = [*(listed or ()), *({"id": name, "object": "model"} for name in names)]
-            for model in models:
-                if matches(rule.models, model["id"]) and matches(allowed, model["id"]):
-                    found.setdefault(model["id"], model)
-        self.answers.document(reply, record, {"object": "list", "data": list(found.values())})
-
-    async def _models_of(self, upstream: Upstream, request: Request) -> list[dict[str, Any]] | None:
-        """What an upstream lists; None where it does not answer."""
-        block = request.headers.block(CREDENTIALS, SENT_ELSEWHERE)
-        block += upstream.key_line(None, request.dialect)
-        raw_path = without_keys(request.raw_path, request.own_keys)
-        with contextlib.suppress(*NO_ANSWER, ValueError, RecursionError):
-            async with asyncio.timeout(HEALTH_LIMIT_S):
-                status, body = await upstream.get(raw_path, FLIGHT_BYTES, block)
-            odd = lambda constant: None  # noqa: E731  NaN is no JSON
-            doc = json.loads(body, parse_constant=odd) if status == 200 else {}
-            models = doc.get("data") if isinstance(doc, dict) else None
-            models = models if isinstance(models, list) else []
-            return [m for m in models if isinstance(m, dict) and isinstance(m.get("id"), str)]
-        return None
-
-    # -- circuits
-
-    async def _peek(self, target: Target) -> None:
-        """Fail fast, before the queue.
-
-        A call that meets an open circuit asks for health first, if the last question was answered
-        quickly and a while ago: so the first call after a recovery already goes through.
-        """
-        circuit, upstream = target.circuit, target.upstream
-        since_s = time.monotonic() - upstream.health.checked_at
-        if circuit.is_sick and upstream.health.checked_s < 0.02 and since_s > 0.1:
-            circuit.health(await upstream.health.is_alive(0.04))
-        circuit.check()
-
-    def _circuit_moved(self, circuit: Circuit) -> None:
-        if circuit.state is State.CLOSED:
-            log.warning("circuit closed: %s is answered again", circuit.what)
-            return
-        log.warning("circuit open: %s", circuit.error().message)
-        upstream = self.named[circuit.key[0]]
-        upstream.gate.reject(circuit, circuit.error)
-        if upstream.watch is None or upstream.watch.done():
-            upstream.watch = self.answers.spawn(self._watch_health(upstream))
-
-    async def _watch_health(self, upstream: Upstream) -> None:
-        """Free health checks while a circuit of this upstream is open."""
-        while waiting := [c for c in self.open_circuits() if c.key[0] == upstream.name]:
-            is_alive = await upstream.health.is_alive()
-            for circuit in waiting:
-                circuit.health(is_alive)
-            await asyncio.sleep(HEALTH_EVERY_S)
-
-    def open_circuits(self) -> list[Circuit]:
-        return [c for c in self.circuits.values() if c.state is not State.CLOSED]
-
-    # -- 10 record
 
     async def refuse(
         self, reply: Reply, record: Record, flight: Flight | None, error: ProxyError
@@ -7448,50 +7567,8 @@ class Gateway:
         if ended and self.accounts.ledger is not None:
             self.accounts.ledger.flush()
 
-    # -- what is shown
-
     def status(self) -> dict[str, Any]:
-        """What the status route, the live table and scripts see."""
-        self.fold()
-        gates = [upstream.gate for upstream in self.upstreams]
-        return {
-            "version": __version__,
-            "in_flight": self.in_flight,
-            "queued": sum(gate.queued for gate in gates),
-            "callers": len(self.callers),
-            **self.counters.status(),
-            "open_circuits": [
-                {**c.shown(), "retry_in_s": round(c.retry_in_s, 1)} for c in self.open_circuits()
-            ],
-            "circuits": [
-                {
-                    **c.shown(), "timeout_s": round(c.timeout_s(), 1), "measured": len(c.attempt_s),
-                    "p99_s": round(percentile(c.attempt_s, 0.99), 3),
-                }
-                for c in self.circuits.values()[-100:]
-            ],
-            "queue": [
-                {"client": client, "priority": priority, "calls": calls, "wait_s": round(wait_s, 1)}
-                for gate in gates for client, priority, calls, wait_s in gate.forecast.flows()
-            ],
-            **self.accounts.shown(),
-            "kept_bytes": self.flights.kept_bytes,
-            "kept_answers": len(self.flights.kept),
-            "permits": {
-                "calls": sum(gate.running for gate in gates),
-                "weight": sum(gate.weight for gate in gates),
-            },
-            "draining": self.is_draining, "paused": self.control.is_paused,
-            "upstreams": [upstream.shown() for upstream in self.upstreams],
-            "clients": [client.shown() for client in self.clients.values()],
-            "settings": self.settings.shown(),
-        }  # fmt: skip
-
-
-@functools.lru_cache(1024)
-def client_id(credential: str) -> str:
-    """A name for a caller's credential that does not tell it."""
-    return hashlib.sha256(bytes_of_text(credential)).hexdigest()[:8]
+        return status_of(self)
 
 
 ###############################################################################
