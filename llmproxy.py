@@ -17,8 +17,8 @@ The caller who leads carries the upstream call in the task of its own connection
 the same flight. That a caller hangs up, the leader included, takes nothing from the others.
 
 Sections, each using only what stands above it: Errors, Settings, Flow control, Wire, Money,
-Ledger, Llama, Upstream, Record, Callers, Guard, Flights, Calls, Control, Gateway, Live table, Mock,
-Server, Bench, Demo, Replay, Command line.
+Ledger, Llama, Upstream, Record, Callers, Guard, Rewriting, Flights, Calls, Control, Gateway, Live
+table, Mock, Server, Bench, Demo, Replay, Command line.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_bytes`, `_tokens`. Instants named `*_at`
 are monotonic. All state lives on one event loop in one thread: changes between two awaits are
@@ -370,8 +370,8 @@ def setting(
         "parse": parse, "unit": unit or "|".join(getattr(parse, "choices", ())), "help": text,
         "live": live, "many": many, "also": also or {},
     }  # fmt: skip
-    if many:
-        return field(default_factory=list, metadata=meta)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=type(default), metadata=meta)
     return field(default=default, metadata=meta)
 
 
@@ -397,6 +397,8 @@ def parse_setting(meta: Mapping[str, Any], value: Any, where: str, is_secret: bo
     """
     also, texts = meta["also"], list[str]()
     try:
+        if meta["unit"] == "table":
+            return parse_fields(value)
         texts = typed(value)
         values = [also[text] if text in also else meta["parse"](text) for text in texts]
         if len(values) != 1 and not meta["many"]:
@@ -405,6 +407,14 @@ def parse_setting(meta: Mapping[str, Any], value: Any, where: str, is_secret: bo
         got = "" if is_secret or not texts else f", got {printable(', '.join(texts)) or 'nothing'}"
         raise ConfigError(f"{where}: {error}{''.join(f', or {w}' for w in also)}{got}") from None
     return values if meta["many"] else values[0]
+
+
+def parse_fields(value: Any) -> dict[str, Any]:
+    """Fields of a body, as TOML holds them."""
+    with contextlib.suppress(TypeError, ValueError):  # a date is no JSON, nor is inf
+        if isinstance(value, dict) and json.dumps(value, allow_nan=False):
+            return value
+    return _refuse("a table of fields, like { temperature = 0.2 }")
 
 
 # fmt: off
@@ -475,6 +485,18 @@ class ModelRule:
     price: str | None = setting(None, parse_price, "USD",
         "IN/OUT[/CACHED_IN[/CACHED_WRITE]] per million tokens")
     timeout: float | None = setting(None, parse_seconds, "s", "silence that ends an attempt")
+    as_: str | None = setting(None, parse_text, "model", "ask for this model instead")
+    set_: dict[str, Any] = setting({}, parse_text, "table", "fields where the caller names none")
+    force: dict[str, Any] = setting({}, parse_text, "table", "fields whatever the caller says")
+    strip: list[str] = setting([], parse_name, "field", "fields that are taken out")
+    max_tokens: int | None = setting(None, parse_count, "tokens", "limit of the output")
+
+    @property
+    def rewrites(self) -> bool:
+        return bool(self.as_ or self.set_ or self.force or self.strip or self.max_tokens)
+
+
+NO_RULE = ModelRule()
 
 
 @dataclass
@@ -598,11 +620,12 @@ class Settings:
 
     def rule_of(self, model: str) -> ModelRule:
         found = (rule for rule in self.models if fnmatch.fnmatchcase(model, rule.name))
-        return next(found, ModelRule())
+        return next(found, NO_RULE) if self.models else NO_RULE
 
 
 def fields_of(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(kind) if f.metadata}
+    """By their names in a file: `as` is a word of Python's, so its field is `as_`."""
+    return {f.name.rstrip("_"): f for f in dataclasses.fields(kind) if f.metadata}
 
 
 SETTINGS = fields_of(Settings)
@@ -746,7 +769,7 @@ class _File:
             elif field_name in fields:
                 is_secret = kind is KeyRule or field_name in ("url", "key_sha256")
                 parsed = parse_setting(fields[field_name].metadata, found, where, is_secret)
-                setattr(rule, field_name, parsed)
+                setattr(rule, fields[field_name].name, parsed)
             else:
                 known = [*fields, *(["upstream_key"] if kind is UpstreamRule else [])]
                 raise ConfigError(f"{where}: {unknown_name(key_, known)}")
@@ -758,6 +781,8 @@ class _File:
             raise ConfigError(f"{here}: {error}") from None
         if needed and not getattr(rule, needed):
             raise ConfigError(f"{here}: has no {needed}")
+        if kind is ModelRule and {"model", "stream"} & {*rule.set_, *rule.force, *rule.strip}:
+            raise ConfigError(f"{here}: model is changed by as, and stream is the caller's choice")
         if kind is KeyRule and (rule.env, rule.file, rule.command).count(None) != 2:
             raise ConfigError(f"{here}: wants exactly one of env, file, command")
         return rule
@@ -2976,12 +3001,17 @@ class Prices:
         self._listed = _read_prices(settings.prices) if settings.prices else {}
         self.of = functools.lru_cache(MAX_MODELS)(self._find)
 
-    def _find(self, model: str) -> Price | None:
+    def set_by_hand(self, model: str) -> Price | None:
         for pattern, text in self._globs:
             if fnmatch.fnmatchcase(model, pattern):
                 prices = [float(part) for part in text.split("/")]
                 prompt, completion, cached, written = (*prices, prices[0], prices[0])[:4]
                 return Price(prompt, completion, cached, written)
+        return None
+
+    def _find(self, model: str) -> Price | None:
+        if (price := self.set_by_hand(model)) is not None:
+            return price
         found = self._listed.get(model) or self._listed.get(model.rpartition("/")[2])
         return None if found is None else _listed_price(found)
 
@@ -4715,7 +4745,9 @@ class Request:
     task_budget = 0
     body = sent = b""  # what it says, and its bytes as they came: they may be coded
     doc: Mapping[str, Any] = {}
-    model = ""
+    model = asked = ""  # as it goes up, and as the caller named it
+    rule = NO_RULE  # of the latter
+    changed = ""  # what was changed of the body, for x-llmproxy-changed
     is_stream = is_read = may_join = False
     job: Any = None  # the kept response that it is about
     max_tokens: int | None = None
@@ -4786,7 +4818,22 @@ class Request:
     def name_model(self, model: str) -> None:
         if self.own_keys and any(key in model for key in self.own_keys):
             raise ProxyError("invalid_request", "a key is no model")
-        self.model = model[:200]
+        self.model = self.asked = model[:200]
+
+    def change(self, fields: Mapping[str, Any], without: Iterable[str], said: list[str]) -> bool:
+        """Set top-level fields of its JSON body, or take them out; `said` names what was done.
+
+        False where that is not possible, and nothing was changed.
+        """
+        doc = {name: value for name, value in self.doc.items() if name not in without}
+        body = json.dumps(doc).encode() if len(doc) < len(self.doc) else self.body
+        changed = with_fields(body, doc, fields) if fields else body
+        if not said or changed is None:
+            return False
+        self.doc, self.body, self.sent = {**doc, **fields}, changed, changed
+        self.max_tokens = max_tokens(self.doc)
+        self.changed = printable(", ".join(filter(None, (self.changed, *said))), 500)
+        return True
 
     def let_go(self) -> None:
         """Nothing large outlives the call."""
@@ -5058,11 +5105,18 @@ class Accounts:
             texts = (struck_text(text.decode("utf-8", "replace")) for text in (body, answer))
             ledger.put("bodies", (record.id, *texts))
 
+    def price_of(self, record: Record, model: str) -> Price | None:
+        """Of a model, or of the name that the caller knows it by."""
+        price, asked = self.prices.of(model), record.request.asked
+        if price is None and asked != model and not record.fallback:
+            return self.prices.set_by_hand(asked)
+        return price
+
     def used(self, record: Record, usage: Usage, model: str) -> int:
         """Count what an upstream used for a call; returns its cost."""
         self.counters.tokens_in += usage.prompt
         self.counters.tokens_out += usage.completion
-        price = self.prices.of(model)
+        price = self.price_of(record, model)
         if price is None:
             self.counters.unpriced_tokens += usage.total
             record.cost_micros = None
@@ -5495,6 +5549,63 @@ def client_id(credential: str) -> str:
 
 
 ###############################################################################
+# Rewriting
+###############################################################################
+# Rule: what is changed of a request before it is compared with others. All that no rule of the file
+# and no rule below matches goes up byte for byte.
+
+# Where an output limit stands that a body of this route does not name.
+_LIMIT_NAMES = {"responses": "max_output_tokens", "completion": "n_predict", "infill": "n_predict"}
+
+
+class Rewriter:
+    """Names and parameters by model, as the file's `model` tables say."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def names(self) -> list[str]:
+        """Names of models that only the file knows."""
+        rules = (rule for rule in self._settings.models if rule.as_)
+        return [rule.name for rule in rules if not re.search(r"[*?[]", rule.name)]
+
+    def apply(self, request: Request) -> None:
+        """Change the request's body where a rule says so, and say what was changed."""
+        rule = request.rule = self._settings.rule_of(request.asked)
+        if not rule.rewrites:
+            return
+        fields: dict[str, Any] = {}
+        said = list[str]()
+        stripped = [name for name in rule.strip if name in request.doc]
+        if rule.as_ and rule.as_ != request.asked:
+            fields["model"] = rule.as_
+            said.append("as")
+        route = request.route
+        if route is None or (route.writes and not route.is_free):  # others know no such fields
+            new = {n: v for n, v in rule.set_.items() if n not in request.doc or n in stripped}
+            forced = {n: v for n, v in rule.force.items() if request.doc.get(n, rule) != v}
+            fields |= new | forced
+            said += [*(f"set {name}" for name in new), *(f"force {name}" for name in forced)]
+            capped = self._capped({**request.doc, **fields}, request, rule.max_tokens)
+            fields |= capped
+            said += ["max_tokens"] * bool(capped)
+        said += [f"strip {name}" for name in stripped if name not in fields]
+        if request.change(fields, [name for name in stripped if name not in fields], said):
+            request.model = fields.get("model", request.model)
+
+    @staticmethod
+    def _capped(doc: Mapping[str, Any], request: Request, limit: int | None) -> dict[str, Any]:
+        """The limits on the output that have to be lowered; one where there is none."""
+        if limit is None:
+            return {}
+        named = {name: doc[name] for name in _OUTPUT_LIMITS if doc.get(name) is not None}
+        if not named:
+            return {_LIMIT_NAMES.get(request.name, "max_tokens"): limit}
+        over = {n: v for n, v in named.items() if (whole_number(v) or limit + 1) > limit}
+        return dict.fromkeys(over, limit)
+
+
+###############################################################################
 # Flights
 ###############################################################################
 # Rule: answers that are under way or kept, and who reads them. Knows nothing of how one is got.
@@ -5799,7 +5910,7 @@ class Flights:
         self.kept: OrderedDict[bytes, Kept] = OrderedDict()
         self.kept_bytes = 0
         self._clock = clock
-        self._keys: dict[bytes, bytes] = {}
+        self._keys: dict[bytes, tuple[bytes, str, str]] = {}
         self._aliases: dict[bytes, tuple[bytes, ...]] = {}
         self.jobs: OrderedDict[str, Job] = OrderedDict()  # by the id of a response
         self.key_of = self._keys.get
@@ -5809,10 +5920,16 @@ class Flights:
             del self.running[flight.key]
         self._forget(flight.key)
 
-    def alias(self, alias: bytes, key: bytes) -> None:
-        known = self._aliases.get(key, ())
+    def alias(self, alias: bytes, found: tuple[bytes, str, str]) -> None:
+        """Remember where a spelling leads: the key, the model that it names, what is changed."""
+        known = self._aliases.get(found[0], ())
         if alias and len(known) < MAX_ALIASES and alias not in self._keys:
-            self._aliases[key], self._keys[alias] = (*known, alias), key
+            self._aliases[found[0]], self._keys[alias] = (*known, alias), found
+
+    def forget_spellings(self) -> None:
+        """They may mean something else from now on."""
+        self._keys.clear()
+        self._aliases.clear()
 
     def find(self, key: bytes, max_age_s: float) -> tuple[Kept, float] | None:
         """A kept answer no older than `max_age_s`, and its age."""
@@ -5847,7 +5964,7 @@ class Flights:
     def _forget(self, key: bytes) -> None:
         if key not in self.running and key not in self.kept:
             for alias in self._aliases.pop(key, ()):
-                del self._keys[alias]
+                self._keys.pop(alias, None)
 
 
 class Answers:
@@ -5902,6 +6019,8 @@ class Answers:
             text += f"x-llmproxy-upstream: {record.upstream}\r\n"
         if record.fallback:
             text += f"x-llmproxy-fallback: {record.fallback}\r\n"
+        if request.changed:
+            text += f"x-llmproxy-changed: {request.changed}\r\n"
         theirs = head.low.get("x-request-id")
         if theirs is None:
             theirs = head.low.get("request-id", request.trace)
@@ -6023,10 +6142,11 @@ class Joiner:
     """What answers a call: a kept answer, a flight that others lead, or a new one."""
 
     def __init__(
-        self, accounts: Accounts, flights: Flights, abandon: Callable[[Flight], None]
-    ) -> None:
+        self, accounts: Accounts, flights: Flights, rewriter: Rewriter,
+        abandon: Callable[[Flight], None],
+    ) -> None:  # fmt: skip
         self._settings, self._accounts = accounts.settings, accounts
-        self._flights, self._abandon = flights, abandon
+        self._flights, self._rewriter, self._abandon = flights, rewriter, abandon
 
     def join(self, record: Record, upload: Upload) -> Flight | tuple[Kept, float]:
         """What answers this call: a kept answer, a running flight, or a new one that it leads.
@@ -6042,10 +6162,14 @@ class Joiner:
             scoped = scope.copy()
             scoped.update(b"raw\0" + request.body)
             alias = scoped.digest()
-            if (key := flights.key_of(alias)) is not None:
+            if (known := flights.key_of(alias)) is not None:
+                key, request.asked, request.changed = known
                 if (found := self._known(record, key)) is not None:
                     return found
-        if not request.parse() or (meaning := canonical(request.doc)) is None:
+        if not request.parse():
+            return self._pass(record, upload)
+        self._rewriter.apply(request)
+        if (meaning := canonical(request.doc)) is None:
             return self._pass(record, upload)
         scope.update(b"json\0" + meaning)
         key = scope.digest()
@@ -6055,12 +6179,12 @@ class Joiner:
             found = self._known(record, key)
         if found is None:
             record.fate = "miss"
-            request.check_model(request.model)
+            request.check_model(request.asked)
             found = Flight(key, record, False, self._abandon)
             if request.may_join:
                 flights.running[key] = found
         if request.may_join:
-            flights.alias(alias, key)
+            flights.alias(alias, (key, request.asked, request.changed))
         return found
 
     def _pass(self, record: Record, upload: Upload) -> Flight:
@@ -6068,14 +6192,14 @@ class Joiner:
         request, record.fate = record.request, "bypass"
         if request.method == "GET" and (named := re.search(r"/models(?:/([^/]+))?$", request.path)):
             request.model = urllib.parse.unquote(named[1] or "")
-        if request.is_read and request.route is None:
-            request.parse()
+        if request.is_read and request.route is None and request.parse():
+            self._rewriter.apply(request)
         if request.name.startswith("responses/"):
             request.may_cost &= not request.name.endswith("/cancel")
             job = self._flights.jobs.get(request.name.split("/")[1])
             request.job = job if job is not None and job.client == record.client else None
         if request.may_cost:
-            request.check_model(request.model)
+            request.check_model(request.asked)
         flight = Flight(b"", record, True, self._abandon)
         flight.upload = None if request.sent or upload.is_empty else upload
         return flight
@@ -6104,7 +6228,7 @@ class Joiner:
         flight = self._flights.running.get(key)  # newer than any kept answer
         if flight is not None and not flight.is_overgrown and max_age_s >= 0:
             leader = flight.record.request
-            request.check_model(leader.model)
+            request.check_model(request.asked)
             request.model, request.is_stream = leader.model, leader.is_stream
             self._accounts.bodies(record, request.body, b"")  # its answer stands with the leader's
             record.fate, record.shared = "joined", leader.trace
@@ -6114,7 +6238,7 @@ class Joiner:
         if settings.dedup in ("on", "deterministic"):
             found = self._flights.find(key, min(settings.dedup_window, max_age_s))
             if found is not None and (settings.dedup == "on" or found[0].is_deterministic):
-                request.check_model(found[0].model)
+                request.check_model(request.asked)
                 self._accounts.bodies(record, request.body, b"")
                 return found
         return None
@@ -6193,7 +6317,7 @@ class Lease:
         elif record.task or accounts.budgets.all:
             prompt = self.target.learned.worst_tokens(request.size)
         output = (request.max_tokens or 0) * copies(request.doc)
-        if (price := accounts.prices.of(model)) is not None:
+        if (price := accounts.price_of(record, model)) is not None:
             most = (output or price.most_output_tokens) * request.writes
             worst = price.worst(prompt, most, request.doc)
         record.expected = Usage(prompt, 0, output, is_estimated=True)
@@ -6367,7 +6491,7 @@ class Router:
             why = f"no upstream serves the model {printable(model)}; see [upstream.NAME] models"
             raise ProxyError("model_not_found", why)
         found = [self._target(request, first, model)]
-        names = self._settings.rule_of(model).fallback if self._settings.models else []
+        names = request.rule.fallback
         for name in names if not flight.passes else ():
             named = self._named(name)
             model = request.model if named else name
@@ -6418,7 +6542,8 @@ class Router:
         settings, request, target = self._settings, flight.record.request, lease.target
         upstream, doc, body = target.upstream, request.doc, request.body
         is_stream = request.is_stream
-        by_hand = settings.rule_of(target.model).timeout if settings.models else None
+        rule = settings.rule_of(target.model)
+        by_hand = rule.timeout or (request.rule.timeout if not target.name else None)
         is_learned = settings.timeout == "auto" and by_hand is None
         silence_s = by_hand or (
             target.circuit.timeout_s() if is_learned else cast(float, settings.timeout)
@@ -6445,7 +6570,7 @@ class Router:
         if may_ask and not reports_usage(doc) and upstream.usage_known.get(request.name, True):
             if (options := usage_options(doc)) is not None:
                 usage_body = with_fields(body, doc, options)
-        is_as_it_came = body is request.body and usage_body is None
+        is_as_it_came = body is request.body and usage_body is None and not request.changed
         body = request.sent if is_as_it_came else body  # coded, where it came so
         block, raw_path = self._headers(request, target, flight.passes, is_as_it_came)
         return Plan(raw_path, block, body, usage_body, silence_s, limits, is_stream)
@@ -6471,8 +6596,8 @@ class Router:
             more += f"Accept-Encoding: {coding}\r\n"
         return block + bytes_of_text(more), raw_path
 
-    async def list_models(self, request: Request) -> dict[str, Any]:
-        """Those of all upstreams that are alive, each once, in the file's order."""
+    async def list_models(self, request: Request, named: Iterable[str]) -> dict[str, Any]:
+        """Those of all upstreams that are alive, each once, in the file's order; `named` too."""
         found = dict[str, Any]()
         allowed = [] if request.client is None else request.client.rule.models
         lists = await asyncio.gather(*(self._models_of(u, request) for u in self.upstreams))
@@ -6483,6 +6608,9 @@ class Router:
             for model in models:
                 if matches(rule.models, model["id"]) and matches(allowed, model["id"]):
                     found.setdefault(model["id"], model)
+        for name in named:
+            if matches(allowed, name):
+                found.setdefault(name, {"id": name, "object": "model"})
         return {"object": "list", "data": list(found.values())}
 
     async def _models_of(self, upstream: Upstream, request: Request) -> list[dict[str, Any]] | None:
@@ -7029,7 +7157,7 @@ class Leader:
             return False
         if failure.is_key_refused and lease.permit is not None:  # another key may be welcome
             return target.upstream.gate.keys.refusal(target.model) is None
-        kind = request.retry or self._settings.rule_of(request.model).retry
+        kind = request.retry or request.rule.retry
         kind = kind or ("cautious" if request.doc.get("tools") else "safe")
         may = failure.ran_nothing if kind == "cautious" else failure.is_transient
         return may and kind != "never" and lease.attempts <= self._settings.retries
@@ -7183,6 +7311,8 @@ class Control:
             client = known.get(rule.name) or Client(rule, gateway.clock)
             client.limit(rule)
             gateway.guard.clients[rule.key_sha256] = client
+        if changed.models != settings.models:
+            gateway.flights.forget_spellings()
         is_retimed = changed.queue_timeout != settings.queue_timeout
         for name in (*SETTINGS, *self.TABLES, "given"):
             setattr(settings, name, getattr(changed, name))
@@ -7414,7 +7544,8 @@ class Gateway:
         self.circuits = Circuits(settings, named, clock, self.answers.spawn)
         self.router = Router(self.accounts, self.upstreams, self.circuits)
         self.leader = Leader(self.accounts, self.flights, self.router, self.circuits, clock)
-        self.joiner = Joiner(self.accounts, self.flights, self.leader.abandon)
+        self.rewriter = Rewriter(settings)
+        self.joiner = Joiner(self.accounts, self.flights, self.rewriter, self.leader.abandon)
         self.control, self.admin = Control(self), Admin(self)
         self.url, self.mock = "", cast(Any, None)  # where it listens; behind `mock:`
         self.on_call: Callable[[Record], None] = lambda record: None
@@ -7476,7 +7607,7 @@ class Gateway:
             self.guard.check(record)
             if request.is_preflight:
                 return self.answers.preflight(reply, record)
-            if request.is_model_list and len(self.upstreams) > 1:
+            if request.is_model_list and (len(self.upstreams) > 1 or self.rewriter.names()):
                 return await self.list_models(reply, record)
             await self.read(record, upload)
             found = self.joiner.join(record, upload)
@@ -7503,7 +7634,8 @@ class Gateway:
 
     async def list_models(self, reply: Reply, record: Record) -> None:
         record.fate = "bypass"
-        self.answers.document(reply, record, await self.router.list_models(record.request))
+        named = self.rewriter.names()
+        self.answers.document(reply, record, await self.router.list_models(record.request, named))
 
     async def read(self, record: Record, upload: Upload) -> None:
         """The body, where it may name a model; all else is read on its way."""
@@ -9200,9 +9332,10 @@ def _check(args: argparse.Namespace) -> int:
 
 def _differing(rule: Any) -> str:
     """What a table of the file sets, by hand."""
-    found = {name: getattr(rule, name) for name in fields_of(type(rule))}
+    found = {name: getattr(rule, item.name) for name, item in fields_of(type(rule)).items()}
     shown = {n: v for n, v in found.items() if v and n not in ("command", "key_sha256")}
-    return ", ".join(f"{name} = {', '.join(typed(value))}" for name, value in shown.items())
+    texts = {n: [json.dumps(v)] if isinstance(v, dict) else typed(v) for n, v in shown.items()}
+    return ", ".join(f"{name} = {', '.join(text)}" for name, text in texts.items())
 
 
 def _remote(args: argparse.Namespace, url: str | None) -> Remote:

@@ -623,6 +623,10 @@ def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
     ("timeout = ", "not valid TOML"),
     ("[model.'gpt-*']\nretry = 'often'", "c.toml:2: retry: wants one of safe, cautious, never"),
     ("[model.'gpt-*']\nretyr = 'safe'", "did you mean retry?"),
+    ("[model.a]\nset = 5", "c.toml:2: set: wants a table of fields"),
+    ("[model.a]\nforce = { at = 2026-01-01 }", "c.toml:2: force: wants a table of fields"),
+    ("[model.a]\nset = { model = 'b' }", "model is changed by as, and stream is the caller's"),
+    ("[model.a]\nstrip = ['stream']", "model is changed by as, and stream is the caller's"),
     ("model.x = 1", "wants a table"),
     ("rpm = 1\n[upstream.a]\nurl = 'http://x'\nrpm = 'x'", "c.toml:4: rpm: wants a whole num"),
     ("[upstream.a]\nrpm = 5", "c.toml:1: upstream.a: has no url"),
@@ -1093,9 +1097,9 @@ def test_kept_answers_stay_within_their_bound_and_forget_their_aliases(clock: Fa
         assert sum(k.size_bytes for k in flights.kept.values()) == flights.kept_bytes <= limit
         for n in range(6 * (key in flights.kept)):
             aliases.append(b"alias %d %d" % (number, n))
-            flights.alias(aliases[-1], key)
+            flights.alias(aliases[-1], (key, "m", ""))
         aliases = [alias for alias in aliases if flights.key_of(alias) is not None]
-        led_to = Counter(map(flights.key_of, aliases))
+        led_to = Counter(cast(Any, flights.key_of(alias))[0] for alias in aliases)
         assert led_to == dict.fromkeys(flights.kept, llmproxy.MAX_ALIASES)
     flights.shrink(0)
     assert flights.kept_bytes == 0 and not any(map(flights.key_of, aliases))
@@ -2635,6 +2639,92 @@ async def test_models_of_all_that_are_alive_are_listed_once_in_order() -> None:
             assert one.answer is reply_500 or page.data[1].owned_by == "a1"
         _, headers, _ = await caller.fetch(asked_for("z"))
         assert headers["x-llmproxy-upstream"] == "two"
+
+
+def rules_of(text: str) -> list[ModelRule]:
+    """The model tables of a file."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        return llmproxy.load_settings({}, {}, Path(file.name)).models
+
+
+BY_MODEL = """
+[model."claude-haiku*"]
+as = "qwen"
+[model.tuned]
+set = { temperature = 0.2, seed = 7 }
+force = { top_p = 0.5 }
+strip = ["thinking", "user"]
+[model.short]
+max_tokens = 50
+[model.both]
+set = { user = "team" }
+strip = ["user"]
+"""
+
+
+@pytest.mark.parametrize(("model", "path", "given", "becomes", "says"), [
+    ("claude-haiku-4-5", CHAT, {}, {"model": "qwen"}, "as"),
+    ("claude-haiku-4-5", "/v1/embeddings", {}, {"model": "qwen"}, "as"),
+    ("claude-haiku-4-5", "/v1/images/generations", {"n": 1}, {"model": "qwen"}, "as"),
+    ("tuned", CHAT, {"temperature": 1, "thinking": {"a": 1}, "top_p": 1},
+     {"seed": 7, "top_p": 0.5, "thinking": ...}, "set seed, force top_p, strip thinking"),
+    ("tuned", CHAT, {"seed": 1, "temperature": 0, "top_p": 0.5}, {}, None),  # as it came
+    ("tuned", "/v1/embeddings", {"user": "x"}, {"user": ...}, "strip user"),
+    ("tuned", "/v1/messages/count_tokens", {"temperature": 0}, {}, None),
+    ("short", CHAT, {"max_tokens": 20}, {}, None),
+    ("short", CHAT, {"max_tokens": 60, "max_completion_tokens": 9}, {"max_tokens": 50},
+     "max_tokens"),
+    ("short", CHAT, {}, {"max_tokens": 50}, "max_tokens"),
+    ("short", "/completion", {"n_predict": -1}, {"n_predict": 50}, "max_tokens"),
+    ("short", "/infill", {}, {"n_predict": 50}, "max_tokens"),
+    ("short", "/v1/responses", {}, {"max_output_tokens": 50}, "max_tokens"),
+    ("both", CHAT, {"user": "me"}, {"user": "team"}, "set user"),
+    ("other", CHAT, {"thinking": 1}, {}, None),
+])  # fmt: skip
+async def test_names_and_parameters_by_model(
+    model: str, path: str, given: dict[str, Any], becomes: dict[str, Any], says: str | None
+) -> None:
+    body: dict[str, Any] = {"model": model, "messages": [], **given}
+    sent = json.dumps(body, indent=1).encode()  # white space stays where nothing is changed
+    wanted = {n: v for n, v in {**body, **becomes}.items() if v is not ...}
+    async with upstream() as up, proxy(up.base, models=rules_of(BY_MODEL)) as caller:
+        for coding in {}, {"Content-Encoding": "gzip"}:
+            data = gzip.compress(sent) if coding else sent
+            for fate in ("miss", "hit", "hit") if path in (CHAT, "/v1/responses") else ("",):
+                status, headers, _ = await caller.fetch(data, path, coding)
+                assert (status, headers.get("x-llmproxy-changed")) == (200, says)
+                assert fate in headers["x-llmproxy-fate"] or coding
+            if says is not None:
+                assert "content-encoding" not in up.asked[-1].headers
+                assert up.asked[-1].json == wanted
+            elif not coding:
+                assert up.asked[-1].body == sent
+
+
+async def test_a_model_has_a_name_of_ours_its_own_price_and_permission() -> None:
+    text = '[model."fast"]\nas = "qwen"\nprice = "1/1"\n[model."x*"]\nas = "y"\n'
+    clients = [client_rule("alice", models=["fast"]), client_rule("bob", models=["qwen"])]
+    more: dict[str, Any] = {"clients": clients, "share": "all", "models": rules_of(text)}
+    async with upstream() as up, proxy(up.base, **more) as caller:
+        keys = [ALICE, BOB]
+        body = asked_for("fast")
+        for fate in ("200 miss", "200 hit", "200 hit"):
+            assert await outcome(caller, body, headers=keys[0]) == fate
+            assert await outcome(caller, body, headers=keys[1]) == "403 model_not_allowed"
+        assert await outcome(caller, asked_for("qwen"), headers=keys[1]) == "200 hit"  # as asked
+        assert caller.status()["spend_usd"] > 0 and up.asked[0].json["model"] == "qwen"
+        up.answer = lambda exchange: exchange.plain({"data": [{"id": "qwen"}, {"id": "z"}]})
+        listed = [await caller.ask("GET", "/v1/models", headers=key) for key in keys]
+        ids = [[model["id"] for model in json.loads(body)["data"]] for _, _, body in listed]
+        assert ids == [["fast"], ["qwen"]]
+        more["models"] = rules_of('[model.fast]\nas = "other"')
+        changed = dataclasses.replace(caller.gateway.settings, models=more["models"])
+        caller.gateway.control._take(changed)
+        up.answer = Exchange.plain
+        assert await outcome(caller, body, headers=keys[0]) == "200 miss"  # it means another now
+        assert up.asked[-1].json["model"] == "other"
 
 
 async def test_fallback_is_asked_when_the_first_choice_fails_before_its_first_byte() -> None:
@@ -5911,8 +6001,8 @@ def tables_table() -> str:
     rows = ["| table | key | meaning |", "|---|---|---|"]
     for head, kind in {'[model."GLOB"]': ModelRule, "[client.NAME]": ClientRule,
                        "[upstream.NAME]": UpstreamRule, "[[upstream_key]]": KeyRule}.items():  # fmt: skip
-        items = [item for item in dataclasses.fields(kind) if item.metadata]
-        rows += [f"| `{head}` | `{item.name}` | {about(item, '; a list')} |" for item in items]
+        items = llmproxy.fields_of(kind).items()
+        rows += [f"| `{head}` | `{name}` | {about(item, '; a list')} |" for name, item in items]
     return "\n".join(rows)
 
 
