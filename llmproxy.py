@@ -75,6 +75,7 @@ import tomllib
 import tty
 import urllib.parse
 import urllib.request
+import weakref
 import zlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -172,6 +173,7 @@ ERRORS = {
     "invalid_request": (400, "invalid_request_error", "invalid_request_error", False),
     "invalid_api_key": (401, "invalid_request_error", "authentication_error", False),
     "forbidden_origin": (403, "invalid_request_error", "permission_error", False),
+    "superseded": (409, "invalid_request_error", "invalid_request_error", False),
     "caller_stalled": (408, "invalid_request_error", "invalid_request_error", False),
     "not_found": (404, "invalid_request_error", "not_found_error", False),
     "model_not_found": (404, "invalid_request_error", "not_found_error", False),
@@ -490,6 +492,8 @@ class ModelRule:
     force: dict[str, Any] = setting({}, parse_text, "table", "fields whatever the caller says")
     strip: list[str] = setting([], parse_name, "field", "fields that are taken out")
     max_tokens: int | None = setting(None, parse_count, "tokens", "limit of the output")
+    newest: str = setting("off", one_of("on", "off"), "",
+        "a later call of the same client cuts earlier ones; always so for /infill")
 
     @property
     def rewrites(self) -> bool:
@@ -2107,6 +2111,7 @@ OWN_HEADERS: dict[str, tuple[str, ...]] = {  # and what they may say; nothing: a
     "x-llmproxy-retry": RETRY_KINDS,
     "x-llmproxy-task": (),
     "x-llmproxy-task-budget": (),
+    "x-llmproxy-newest": (),
 }
 # Made anew for each hop, or ours; Origin ends here, because CORS is answered here.
 NOT_SENT_UPSTREAM = HOP_BY_HOP | {
@@ -5288,6 +5293,12 @@ class Reply:
         transport = self.conn.transport
         return transport is not None and not transport.is_closing() and not self.conn._paused
 
+    @property
+    def peer(self) -> str:
+        """The caller's address."""
+        name = self.conn.peername
+        return str(name[0]) if name else ""
+
     def frame(self, data: bytes) -> bytes:
         """A part of the body as this answer frames it."""
         return b"%x\r\n%b\r\n" % (len(data), data) if self.is_chunked else data
@@ -5665,9 +5676,9 @@ class Reader:
     def is_over(self) -> bool:
         return self._over.done()
 
-    def leave(self) -> None:
-        """The caller has gone."""
-        self._end(CallerGone())
+    def leave(self, error: Exception | None = None) -> None:
+        """The caller has gone, or gets no answer any more for that reason."""
+        self._end(error or CallerGone())
 
     def _end(self, error: Exception | None = None) -> None:
         if not self.is_over:
@@ -5965,6 +5976,30 @@ class Flights:
         if key not in self.running and key not in self.kept:
             for alias in self._aliases.pop(key, ()):
                 self._keys.pop(alias, None)
+
+
+class Newest:
+    """Calls of which only the newest is worth an answer: completion, keystroke by keystroke."""
+
+    def __init__(self, settings: Settings, drop: Callable[[Flight], None]) -> None:
+        self._settings, self._drop = settings, drop
+        self._readers: LruMap[weakref.WeakSet[Reader]] = LruMap(lambda key: weakref.WeakSet())
+
+    def comes(self, record: Record, peer: str, reader: Reader | None) -> None:
+        """A call is here, with a reader unless it is answered already: cut those before it."""
+        request = record.request
+        name = request.low.get("x-llmproxy-newest")
+        if name is None and request.name != "infill":
+            if self._settings.rule_of(request.asked).newest == "off":
+                return
+        key = record.client, peer, name, name is None and (request.path, request.asked)
+        for older in [r for r in self._readers[key] if not r.is_over]:
+            if reader is None or older.flight is not reader.flight:
+                older.leave(ProxyError("superseded", "a newer call of the same client has come"))
+                if not older.flight.readers:
+                    self._drop(older.flight)
+        if reader is not None:
+            self._readers[key].add(reader)
 
 
 class Answers:
@@ -6992,6 +7027,8 @@ class Leader:
         except CallerGone:
             error = stalled()
         except asyncio.CancelledError:
+            while task.uncancel():  # its connection may live on
+                pass
             error = ProxyError("shutting_down", "the proxy was stopped", retry_after_s=5)
         except Exception as caught:
             log.error("internal error: %s", fault_lines(caught))
@@ -7190,8 +7227,8 @@ class Leader:
 
     def abandon(self, flight: Flight) -> None:
         """When the last caller has left: finish and keep it, or give the slot free."""
-        lease, task = flight.lease, flight.task
-        if task is None or lease is None:
+        lease = flight.lease
+        if flight.task is None or lease is None:
             return
         is_asking = not lease.attempt.is_over  # an attempt is with the upstream now
         if is_asking:
@@ -7199,8 +7236,13 @@ class Leader:
         is_joined = self._flights.running.get(flight.key) is flight
         wanted = self._settings.abandon == "finish" and is_joined
         if not is_asking or not wanted or flight.is_overgrown:
-            self._flights.land(flight)
-            task.cancel()
+            self.drop(flight)
+
+    def drop(self, flight: Flight) -> None:
+        """Nobody wants its answer any more: nobody joins it, and its slot is free."""
+        self._flights.land(flight)
+        if flight.task is not None:
+            flight.task.cancel()
 
 
 ###############################################################################
@@ -7443,11 +7485,11 @@ class Admin:
             raise ProxyError("forbidden_origin", "admin routes are not for web pages")
         key, settings = self._gateway.settings.admin_key, self._gateway.settings
         self._gateway.guard.check_host(request.host, is_loopback(settings.host) or not key)
-        given, peer = bytes_of_text(request.low.get("authorization", "")), reply.conn.peername
+        given = bytes_of_text(request.low.get("authorization", ""))
         if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
             why = "admin routes want the admin key as a bearer token"
             raise ProxyError("invalid_api_key", why)
-        if key is None and peer is not None and not is_loopback(str(peer[0])):
+        if key is None and not is_loopback(reply.peer or "localhost"):
             why = "admin routes are for loopback callers; see --admin-key"
             raise ProxyError("forbidden_origin", why)
 
@@ -7546,6 +7588,7 @@ class Gateway:
         self.leader = Leader(self.accounts, self.flights, self.router, self.circuits, clock)
         self.rewriter = Rewriter(settings)
         self.joiner = Joiner(self.accounts, self.flights, self.rewriter, self.leader.abandon)
+        self.newest = Newest(settings, self.leader.drop)
         self.control, self.admin = Control(self), Admin(self)
         self.url, self.mock = "", cast(Any, None)  # where it listens; behind `mock:`
         self.on_call: Callable[[Record], None] = lambda record: None
@@ -7612,6 +7655,7 @@ class Gateway:
             await self.read(record, upload)
             found = self.joiner.join(record, upload)
             if isinstance(found, tuple):
+                self.newest.comes(record, reply.peer, None)
                 return await self.answers.serve(reply, record, *found, "hit")
             flight = found
             reader = self.follow(flight, reply, record)
@@ -7660,6 +7704,7 @@ class Gateway:
 
         reply.conn.on_gone = gone
         flight.join(reader)
+        self.newest.comes(record, reply.peer, reader)
         if self.settings.keepalive is not None and record.request.is_stream:
             reader.keep_alive(self.settings.keepalive)
         return reader

@@ -2727,6 +2727,84 @@ async def test_a_model_has_a_name_of_ours_its_own_price_and_permission() -> None
         assert up.asked[-1].json["model"] == "other"
 
 
+SUPERSEDED = "409 superseded"
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "headers"),
+    [
+        (CHAT, "m", {"x-llmproxy-newest": "editor"}),
+        ("/infill", "m", {}),
+        ("/v1/completions", "auto-1", {}),
+    ],
+)
+async def test_the_newest_call_of_a_client_cuts_those_that_run_and_wait(
+    path: str, model: str, headers: dict[str, str]
+) -> None:
+    is_held = asyncio.Event()
+
+    async def when_let(exchange: Exchange) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (is_held, exchange.gone)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await exchange.plain()
+
+    def keystroke(text: str) -> asyncio.Task[str]:
+        body = {**asked_for(model), "prompt": text, "input_prefix": text}
+        return asyncio.create_task(outcome(caller, body, path, headers))
+
+    rules = rules_of('[model."auto*"]\nnewest = true')
+    async with upstream(when_let) as up, proxy(up.base, concurrency=1, models=rules) as caller:
+        runs = keystroke("d")
+        await until(lambda: up.calls == 1)
+        waits = keystroke("de")  # though abandon is finish, the slot is free for it at once
+        assert await runs == SUPERSEDED
+        await until(lambda: up.calls == 2)
+        await asyncio.wait_for(up.asked[0].gone.wait(), 5)
+        other = asyncio.create_task(outcome(caller, asked_for("other", "slow")))
+        await until(lambda: caller.status()["queued"] == 1)
+        queued = keystroke("def")
+        assert await waits == SUPERSEDED
+        await until(lambda: up.calls == 3 and caller.status()["queued"] == 1)
+        last = keystroke("quick")
+        assert await queued == SUPERSEDED
+        is_held.set()
+        assert [await other, await last] == ["200 miss", "200 miss"] and up.calls == 4
+        assert await keystroke("quick") == "200 hit"
+        assert [call["code"] for call in await recent(caller) if call["status"] == 409] == (
+            ["superseded"] * 3
+        )
+
+
+async def test_a_newer_call_takes_an_answer_from_nobody_else() -> None:
+    is_held = asyncio.Event()
+
+    async def when_let(exchange: Exchange) -> None:
+        await is_held.wait()
+        await exchange.plain()
+
+    def keystroke(text: str, name: str, headers: dict[str, str] | None = None) -> asyncio.Task[str]:
+        newest = {"x-llmproxy-newest": name, **(headers or {})}
+        return asyncio.create_task(outcome(caller, asked_for("m", text), CHAT, newest))
+
+    async with upstream(when_let) as up, proxy(up.base) as caller:
+        one = keystroke("a", "editor")
+        await until(lambda: up.calls == 1)
+        same = keystroke("a", "editor")  # the same again: it joins, and cuts nobody
+        other = keystroke("a", "another")
+        await until(lambda: open_calls(caller) == 3)
+        newer = keystroke("b", "editor")
+        assert await same == SUPERSEDED
+        stranger = keystroke("c", "editor", ALICE)
+        await until(lambda: up.calls == 3)
+        is_held.set()
+        assert await other == "200 joined"  # the flight went on, which only the first has left
+        assert [await one, await newer, await stranger] == [SUPERSEDED, "200 miss", "200 miss"]
+        is_held.clear()
+        waits = keystroke("d", "editor")
+        await until(lambda: up.calls == 4)
+        assert await keystroke("b", "editor") == "200 hit" and await waits == SUPERSEDED
+
+
 async def test_fallback_is_asked_when_the_first_choice_fails_before_its_first_byte() -> None:
     made = two_upstreams(by_words, "b-model", retries=1, timeout=0.2, BACKOFF_S=0.001)
     calls_of = {"500": 2, "429": 2, "refused": 0, "RESET": 2, "HANG": 1, "OVERLOAD": 2, "400": 1}
