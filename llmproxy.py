@@ -532,6 +532,9 @@ class Settings:
     tpm: int | None = setting(None, parse_count, "tokens", also=NONE, text=
         "tokens a minute to an upstream, prompt and output")
     queue_size: int = setting(1000, parse_count_or_zero, "calls", "calls that may wait")
+    preempt: str = setting("low", one_of("off", "low"), "", text=
+        "low: in front of llama.cpp a call of low priority that nobody has seen a byte of yields "
+        "its slot to a normal or high one, and is asked again later")
     queue_timeout: float = setting(60.0, parse_seconds, "s", "a call waits at most this long")
     dedup: str = setting("on", one_of("on", "deterministic", "inflight", "off"), "", text=
         "on: join calls in flight, reuse finished answers; deterministic: reuse only where "
@@ -1440,7 +1443,10 @@ class Demand:
     size_bytes: int = 0
     circuit: Circuit | None = None
     places: int = 1  # of the gate's slots: llama.cpp gives each of several answers one
+    usual_s: float = math.inf  # what a call of its model usually takes
     refused_by: Key | None = None  # a 403 of a second key shows that it was for the call
+    cuts: int = 0  # how often it had to yield its slot
+    place: tuple[float, int] = (math.inf, 0)  # in the queue, as when it first came
     tokens: int = field(init=False)
     flow: tuple[str, str] = field(init=False)
     charge: float = field(init=False)  # what it costs its flow
@@ -1515,6 +1521,7 @@ class Permit:
         self.weight = min(demand.weight, gate.capacity)
         self.work = 0.0  # what it came to, for the gate that looks for its best level
         self._is_settled = self.was_sent = False
+        self.cut: Callable[[], bool] | None = None  # ends an attempt of which nobody has a byte
         tokens = demand.prompt_tokens, demand.output_tokens
         self.reservation = Reservation((gate.rpm, key.rpm), (gate.tpm, key.tpm), *tokens)
         for pause in key.active(demand.model):
@@ -1527,6 +1534,7 @@ class Permit:
 
     def begin(self) -> None:
         """The answer begins, so the key is welcome: if it was tried out, it is as before."""
+        self.cut = None
         self.reservation.begin()
         if (key := self.key).pauses:
             key.pauses = {m: pause for m, pause in key.pauses.items() if pause.trial is not self}
@@ -1599,6 +1607,7 @@ class _Waiter:
     place: tuple[float, int] = (0.0, 0)  # start tag, and the order in which they came
     timer: asyncio.TimerHandle | None = None
     passed: int = 0
+    has_claim: bool = False  # a running call yields its slot to it
 
 
 class FairQueue:
@@ -1620,13 +1629,15 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self.waiters)
 
-    def charge(self, demand: Demand) -> float:
-        """Charge a call to its flow; returns its start tag."""
+    def charge(self, demand: Demand) -> tuple[float, int]:
+        """Charge a call to its flow; returns its place: start tag, and the order of coming."""
         if len(self._finish) > 1024:  # a flow behind the virtual time has no debt to remember
             self._finish = {f: tag for f, tag in self._finish.items() if tag > self._virtual}
         start_tag = max(self._virtual, self._finish.get(demand.flow, 0.0))
         self._finish[demand.flow] = start_tag + demand.charge
-        return start_tag
+        self._order += 1
+        demand.place = min(demand.place, (start_tag, self._order))  # who had to yield keeps it
+        return demand.place
 
     def refund(self, demand: Demand, charge: float) -> None:
         """Its flow has not been served so much of what it was charged for."""
@@ -1639,9 +1650,20 @@ class FairQueue:
 
     def find_place(self, waiter: _Waiter) -> int:
         """How many are before it. One that comes back from its backoff is before all new ones."""
-        self._order += 1
-        waiter.place = -math.inf if waiter.chances else self.charge(waiter.demand), self._order
+        is_back = waiter.chances > 0
+        waiter.place = (-math.inf, self._order) if is_back else self.charge(waiter.demand)
         return bisect.bisect(self.waiters, waiter.place, key=lambda w: w.place)
+
+    def to_front(self, waiter: _Waiter) -> None:
+        self.waiters.remove(waiter)
+        waiter.place = -math.inf, waiter.place[1]
+        bisect.insort(self.waiters, waiter, key=lambda w: w.place)
+
+    def lowest(self, priority: str) -> _Waiter | None:
+        """The last call of the lowest priority under this one that has never run."""
+        found = [w for w in self.waiters if SHARES[w.demand.priority] < SHARES[priority]
+                 and not w.chances and not w.demand.cuts]  # fmt: skip
+        return min(reversed(found), key=lambda w: SHARES[w.demand.priority], default=None)
 
     def insert(self, place: int, waiter: _Waiter) -> None:
         self.waiters.insert(place, waiter)
@@ -1714,6 +1736,31 @@ class Forecast:
         ]
 
 
+def make_room(gate: Gate) -> None:
+    """Have calls of low priority yield to others that wait only for a slot or for weight.
+
+    The youngest goes first, so that little is done twice; none that has yielded twice, or has run
+    for 80 % of what calls of its model usually take.
+    """
+    now = gate.clock()
+    running = [
+        permit for permit in gate.permits if permit.cut is not None and permit.demand.cuts < 2
+        and now - permit.granted_at < 0.8 * permit.demand.usual_s
+    ]  # fmt: skip
+    running.sort(key=lambda permit: permit.granted_at)
+    for waiter in list(gate.queue.waiters) if running else ():
+        demand = waiter.demand
+        is_batch = demand.priority == "low" or waiter.has_claim
+        if is_batch or gate.has_room(demand) or gate.keys.pick(demand)[1]:
+            continue
+        while running and not waiter.has_claim:
+            permit = running.pop()
+            waiter.has_claim = permit.cut is not None and permit.cut()
+            if waiter.has_claim:
+                permit.cut = None
+                gate.queue.to_front(waiter)
+
+
 class Gate:
     """Weighted semaphore, token buckets and keys behind one bounded, fair queue.
 
@@ -1777,7 +1824,7 @@ class Gate:
         queue = self.queue
         if not queue.waiters and not self.is_paused and self._fits(demand):
             if (key := self.keys.pick(demand)[0]) is not None:
-                queue.goes(queue.charge(demand))
+                queue.goes(queue.charge(demand)[0])
                 return Permit(self, demand, key)
         timing = timing or Timing()
         waiter = self._enqueue(demand, timing, queue_size, timeout_s, chances)
@@ -1856,6 +1903,8 @@ class Gate:
             if not waiter.future.done():  # else cancelled, its task has not run yet
                 self.queue.goes(waiter.place[0])
                 waiter.future.set_result(Permit(self, waiter.demand, key))
+        if self.queue.waiters and not self.is_paused:
+            make_room(self)
         if self._limited_at is None:
             return
         # Buckets or pauses hold the queue up: time alone lets it go on.
@@ -1872,13 +1921,13 @@ class Gate:
     def _fits_slots(self, demand: Demand) -> bool:
         return self.taken + max(1, min(demand.places, self.slots)) <= self.slots
 
-    def _has_room(self, demand: Demand) -> bool:
+    def has_room(self, demand: Demand) -> bool:
         weight = min(demand.weight, self.capacity)
         return self._fits_slots(demand) and self.weight + weight <= self.capacity
 
     def _fits(self, demand: Demand) -> bool:
         return (
-            self._has_room(demand)
+            self.has_room(demand)
             and (self.rpm is None or self.rpm.fits(1))
             and (self.tpm is None or self.tpm.fits(demand.tokens))
         )
@@ -1897,10 +1946,15 @@ class Gate:
         if (wait_s := self.keys.free_at(demand) - now) > timeout_s:
             why = f"the upstream asks to wait {wait_s:.0f} s, longer than --queue-timeout"
             raise ProxyError("queue_timeout", why, retry_after_s=wait_s)
-        full = len(queue) >= queue_size + self.slots * bool(chances)
+        full = len(queue) >= queue_size + self.slots * bool(chances) and not demand.cuts
         if full and self._fits(demand) and self.keys.pick(demand)[0] is not None:
             # Where only such wait as the upstream holds back, this one goes at once.
             full = not all(self.keys.pick(w.demand)[1] for w in queue.waiters)
+        if full and (lowest := queue.lowest(demand.priority)) is not None:
+            why = "the queue is full, and a call of higher priority has come"
+            wait_s = self.forecast.promise(lowest.demand, len(queue))
+            self._fail(lowest, ProxyError("queue_full", why, retry_after_s=wait_s))
+            full = False
         if full or queue.size_bytes + demand.size_bytes > QUEUED_BODIES_BYTES:
             what = f"{len(queue)} calls" if full else "the bodies that may wait"
             why = f"the queue is full ({what}); raise --queue-size or send fewer calls at once"
@@ -1931,7 +1985,7 @@ class Gate:
             if key is not None and self._fits(waiter.demand):
                 head.passed += waiter is not head
                 return waiter, key
-            is_limited = is_limited or self._has_room(waiter.demand)
+            is_limited = is_limited or self.has_room(waiter.demand)
             if head.passed >= MAX_PASSED or self.weight >= self.capacity:
                 break
             if self._is_giant(head.demand) or (self.rpm is not None and not self.rpm.fits(1)):
@@ -2010,6 +2064,7 @@ class Learned:
         self._is_taught = False  # until then: characters / 3
         self._outputs: deque[int] = deque(maxlen=100)
         self._output_p95 = OUTPUT_TOKENS_UNLEARNED
+        self.usual_s = math.inf  # what half of its calls take at least
 
     def prompt_tokens(self, size: TextSize) -> int:
         text = size.chars / 3
@@ -2036,6 +2091,7 @@ class Learned:
             self._outputs.append(output_tokens)
             if len(self._outputs) >= 20 and self.calls % 10 == 0:
                 self._output_p95 = int(percentile(self._outputs, 0.95))
+                self.usual_s = percentile(self._outputs, 0.5) * self.token_s
             if output_tokens >= 10:  # shorter ones measure the prompt, not the speed
                 self.token_s += 0.2 * (elapsed_s / output_tokens - self.token_s)
 
@@ -2458,6 +2514,33 @@ def measure(doc: Any) -> TextSize:
     with contextlib.suppress(RecursionError):
         walk(doc, "", "")
     return TextSize.of(texts, blobs, tokens)
+
+
+def prompt_pieces(doc: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A prompt's parts in about the order in which a chat template has them: place and text."""
+    found: list[tuple[str, str]] = []
+
+    def add(place: str, value: Any) -> None:
+        if isinstance(value, list):
+            for n, item in enumerate(value):
+                add(f"{place}[{n}]", item)
+        elif isinstance(value, dict) and value.get("type") == "text":
+            add(place, value.get("text"))
+        elif isinstance(value, dict):
+            if place == "messages[0]" and value.get("role") in ("system", "developer"):
+                place = "system"
+            rest = {k: v for k, v in value.items() if k not in ("content", "cache_control")}
+            if "content" not in value or rest.keys() - {"role"}:
+                found.append((place, json.dumps(rest)))
+            add(place, value.get("content"))
+        elif value is not None:
+            found.append((place, value if isinstance(value, str) else json.dumps(value)))
+
+    with contextlib.suppress(RecursionError):
+        for place in ("system", "instructions", "tools", "messages", "input", "prompt"):
+            if place in doc:
+                add(place, doc[place])
+    return found
 
 
 def with_fields(body: bytes, doc: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes | None:
@@ -3874,6 +3957,71 @@ class Speeds:
         return {name: round(a / b, 3) if b > 0 else None for name, (a, b) in parts.items()}
 
 
+class Prompts:
+    """Which beginnings of prompts a llama.cpp server has read of late, and so need not read again.
+
+    Held are hashes, never texts: of each beginning (all pieces up to one), and of the piece that
+    came after it last one every BLOCK_CHARS, to say where another one parts from it. That the
+    server still has a beginning is a guess: `trust` is the share of what was guessed of late that
+    it really had.
+    """
+
+    BLOCK_CHARS, MOST_BLOCKS, MOST = 64, 1024, 4000
+
+    def __init__(self) -> None:
+        self.trust = 1.0
+        self._next: OrderedDict[int, tuple[str, array[int]]] = OrderedDict()  # by beginning
+
+    def unread_share(self, pieces: list[tuple[str, str]]) -> float:
+        """The part of a prompt that the server will probably have to read."""
+        chars = sum(len(text) for _, text in pieces)
+        _, held_chars, _ = self._compare(pieces, self._beginnings(pieces))
+        return 1.0 - self.trust * held_chars / chars if chars else 1.0
+
+    def took(self, pieces: list[tuple[str, str]], usage: Usage) -> dict[str, Any]:
+        """A prompt was read: what came from the cache, and where it parts from what was held."""
+        chars, beginnings = sum(len(text) for _, text in pieces), self._beginnings(pieces)
+        known, held_chars, differs = self._compare(pieces, beginnings)
+        if usage.prompt and held_chars > max(1000, chars // 10):
+            found = usage.cached / usage.prompt * chars / held_chars
+            self.trust += 0.3 * (min(1.0, found) - self.trust)
+        for n, beginning in enumerate(beginnings):
+            if n >= known and n < len(pieces):
+                self._next[beginning] = pieces[n][0], self._blocks(pieces[n][1])
+            self._next.setdefault(beginning, ("", array("q")))
+            self._next.move_to_end(beginning)
+        while len(self._next) > self.MOST:
+            self._next.popitem(last=False)
+        return {"cached": usage.cached, "read": usage.prompt - usage.cached, "differs": differs}
+
+    @staticmethod
+    def _beginnings(pieces: list[tuple[str, str]]) -> list[int]:
+        made = itertools.accumulate(pieces, lambda at, piece: hash((at, piece[1])), initial=0)
+        return list(made)
+
+    def _compare(
+        self, pieces: list[tuple[str, str]], beginnings: list[int]
+    ) -> tuple[int, int, str]:
+        """Pieces and characters that are known, and the place of the first that is not."""
+        known = next((n for n in range(len(pieces), 0, -1) if beginnings[n] in self._next), 0)
+        chars = sum(len(text) for _, text in pieces[:known])
+        if known == len(pieces):
+            return known, chars, ""
+        (place, text), (before, held) = pieces[known], self._next.get(beginnings[known], ("", ()))
+        if not held:  # nothing came after it: the conversation goes on
+            return known, chars, ""
+        pairs = enumerate(zip(held, self._blocks(text), strict=False))
+        same = next((n for n, (one, other) in pairs if one != other), len(held))
+        start = min(same * self.BLOCK_CHARS, len(text))
+        return known, chars + start, f"{place}, character {start}" + (
+            f" (was {before})" if before != place else "")  # fmt: skip
+
+    def _blocks(self, text: str) -> array[int]:
+        step = self.BLOCK_CHARS
+        starts = range(0, min(len(text), step * self.MOST_BLOCKS), step)
+        return array("q", [hash(text[start : start + step]) for start in starts])
+
+
 class Llama:
     """A server that may be a llama.cpp: what it shows of itself, looked at while calls run.
 
@@ -3891,7 +4039,7 @@ class Llama:
         self.context_tokens = self.context_used = 0  # of all slots together
         self.is_loading = False
         self.is_gone = False
-        self.speeds = Speeds()
+        self.speeds, self.prompts = Speeds(), Prompts()
         self.on_change: Callable[[bool], None] = lambda is_other_model: None
         self._liveness = Liveness()
         self._left_at = -math.inf  # when it was gone
@@ -3924,6 +4072,7 @@ class Llama:
         """Whether it can be connected to has changed: it may be another server by now."""
         if not is_reachable and not self.is_gone:
             self._left_at = time.monotonic()
+            self.prompts = Prompts()
         self.is_gone = not is_reachable
         self.is_loading &= is_reachable
         self.doubt()
@@ -4001,6 +4150,7 @@ class Llama:
                 self.is_known = False
         if is_other := bool(before) and self.model != before:
             log.warning("%s runs %s now", self.base, printable(self.model))
+            self.prompts = Prompts()
         self.on_change(is_other)
 
 
@@ -4070,6 +4220,10 @@ def judge(head: Head, body: bytes) -> Failure | None:
 def is_outage(status: int) -> bool:
     """Whether a status is the upstream's own fault; a 501 says that a feature is off."""
     return status >= 500 and status != 501
+
+
+class Preempted(Exception):
+    """An attempt yielded its slot to another call."""
 
 
 class WaitedLong(TimeoutError):
@@ -4795,6 +4949,10 @@ class Request:
     def size(self) -> TextSize:
         return measure(self.doc)
 
+    @functools.cached_property
+    def pieces(self) -> list[tuple[str, str]]:
+        return prompt_pieces(self.doc)
+
     @property
     def max_age_s(self) -> float:
         """How old a kept answer this caller takes."""
@@ -4843,7 +5001,8 @@ class Request:
     def let_go(self) -> None:
         """Nothing large outlives the call."""
         self.body, self.sent, self.doc = b"", b"", {}
-        self.__dict__.pop("size", None)
+        for name in ("size", "pieces"):
+            self.__dict__.pop(name, None)
 
 
 class Record:
@@ -4954,7 +5113,8 @@ class Counters:
         self.fates = Counter[str](dict.fromkeys(FATES, 0))
         self.in_flight = 0  # calls that are with an upstream now
         self.requests = self.upstream_calls = self.upstream_429 = self.retries = 0
-        self.tokens_in = self.tokens_out = self.tokens_saved = 0
+        self.preempted = 0
+        self.tokens_in = self.tokens_cached = self.tokens_out = self.tokens_saved = 0
         self.unpriced_tokens = self.saved_micros = 0
         self.times = {name: Histogram() for name in ("queue", "ttft", "total")}
         self.recent: deque[Record] = deque(maxlen=50)
@@ -4988,8 +5148,8 @@ class Counters:
         return recent / max(1.0, min(10, now - self.started_at))
 
     def status(self) -> dict[str, Any]:
-        names = ("upstream_calls", "upstream_429", "retries", "tokens_in", "tokens_out",
-                 "tokens_saved", "unpriced_tokens")  # fmt: skip
+        names = ("upstream_calls", "upstream_429", "retries", "preempted", "tokens_in",
+                 "tokens_cached", "tokens_out", "tokens_saved", "unpriced_tokens")  # fmt: skip
         return {
             "requests": self.requests, **self.fates,
             **{name: getattr(self, name) for name in names},
@@ -5120,6 +5280,7 @@ class Accounts:
     def used(self, record: Record, usage: Usage, model: str) -> int:
         """Count what an upstream used for a call; returns its cost."""
         self.counters.tokens_in += usage.prompt
+        self.counters.tokens_cached += usage.cached
         self.counters.tokens_out += usage.completion
         price = self.price_of(record, model)
         if price is None:
@@ -6314,6 +6475,7 @@ class Lease:
         self.task: Budget | None = None  # that cuts the stream where it ends
         self.attempts = 0  # at this target
         self.sent_at = 0.0
+        self.reading: dict[str, Any] = {}  # of the prompt by a llama.cpp, see Prompts
         self._first_at = 0.0  # when the first attempt was sent, less its wait until then
         self._part: Reservation | None = None  # of its client's limits
         self._wanted: Wanted = []
@@ -6382,7 +6544,8 @@ class Lease:
         timing, settings = self.record.timing, self._accounts.settings
         self.permit = await self.target.upstream.gate.enter(
             self.demand, timing, queue_size=settings.queue_size,
-            timeout_s=max(0.001, settings.queue_timeout - timing.waited_s), chances=chances,
+            timeout_s=max(0.001, settings.queue_timeout - timing.waited_s * (not self.demand.cuts)),
+            chances=chances,
         )  # fmt: skip
 
     def admit(self) -> None:
@@ -6405,6 +6568,15 @@ class Lease:
         self.attempts -= 1
         if self.permit is not None:
             self.permit.reservation.again()
+
+    async def wait_again(self) -> None:
+        """It has yielded its slot, and waits at its old place; that was no failed attempt."""
+        self.attempts -= 1
+        self.demand.cuts += 1
+        self._accounts.counters.preempted += 1
+        self.settle(self.unknown())  # what it has read has been read
+        self.leave()
+        await self.enter()
 
     def begin(self, head: Head) -> None:
         """The answer begins: callers will see it, and the upstream has counted its prompt."""
@@ -6483,7 +6655,7 @@ class Lease:
                 "at_ms": round((self.sent_at - record.started_at) * 1000, 1),
                 "upstream": self.target.upstream.name, "model": struck(self.target.model),
                 "key": self.permit.key.name if self.permit is not None else "",
-                "outcome": outcome, "ms": round((now - self.sent_at) * 1000, 1),
+                "outcome": outcome, "ms": round((now - self.sent_at) * 1000, 1), **self.reading,
             }  # fmt: skip
             record.steps = (*record.steps, step)
 
@@ -6554,7 +6726,7 @@ class Router:
         A small prompt is not measured where nothing hangs on its tokens: its weight is 1 anyway.
         """
         record, request, gate = flight.record, flight.record.request, target.upstream.gate
-        size, weight = len(request.body), 0
+        size, weight, llama = len(request.body), 0, target.upstream.llama
         if flight.passes and not request.doc:  # what a file comes to nobody knows
             prompt, weight = size // 3 if request.is_read else 0, 1
         elif request.doc and (
@@ -6566,10 +6738,13 @@ class Router:
             prompt = size // 3
         output = target.learned.output_tokens(request.max_tokens) if request.writes else 0
         # Each of several answers takes a slot of its own.
-        places = copies(request.doc) if target.upstream.llama.is_known else 1
+        places = copies(request.doc) if llama.is_known else 1
+        read = prompt  # what is cached is no work
+        if llama.is_known and prompt >= 2000 and request.doc:
+            read = round(prompt * llama.prompts.unread_share(request.pieces))
         return Demand(
-            weight or max(1, prompt // 1000), prompt, output, record.client, request.priority,
-            target.model, len(request.sent), target.circuit, places,
+            weight or max(1, read // 1000), prompt, output, record.client, request.priority,
+            target.model, len(request.sent), target.circuit, places, target.learned.usual_s,
         )  # fmt: skip
 
     def plan(self, flight: Flight, lease: Lease, may_stream: bool = True) -> Plan:
@@ -6934,6 +7109,8 @@ class Settling:
             self._count(lease, usage, body)
             if (llama := lease.target.upstream.llama).is_known:
                 llama.speeds.add(plain[-SLICE_BYTES:])
+                if request.doc and not usage.is_estimated and copies(request.doc) == 1:
+                    lease.reading = llama.prompts.took(request.pieces, usage)
             if not flight.passes:
                 self._accounts.bodies(record, request.body, plain)
                 # Keep a whole and good answer, where nothing newer is on its way.
@@ -6998,6 +7175,32 @@ class Settling:
             if written > usage.completion:
                 usage.completion, usage.is_estimated = written, True
         return usage
+
+
+async def run_or_yield(
+    flight: Flight, lease: Lease, exchange: Exchange, may_yield: bool
+) -> Failure | None:
+    """Run an attempt, ready to yield its slot if its priority is low. Raises Preempted."""
+    permit, task, llama = lease.permit, flight.task, lease.target.upstream.llama
+    may_yield = may_yield and llama.is_known and not flight.passes  # elsewhere it is paid for
+    if not may_yield or permit is None or task is None or lease.demand.priority != "low":
+        return await exchange.run()
+    is_cut = False
+
+    def cut() -> bool:
+        nonlocal is_cut
+        is_cut = all(reader.record.request.priority == "low" for reader in flight.readers)
+        return is_cut and task.cancel()
+
+    permit.cut = cut
+    try:
+        return await exchange.run()
+    except asyncio.CancelledError:
+        if is_cut and not task.uncancel():  # else it is to end for another reason as well
+            raise Preempted from None
+        raise
+    finally:
+        permit.cut = None
 
 
 class Leader:
@@ -7078,7 +7281,11 @@ class Leader:
         began_at = self._clock() - record.timing.waited_s
         while True:
             exchange = Exchange(flight, lease, plan)
-            failure = await self._attempt(flight, lease, exchange)
+            try:
+                failure = await self._attempt(flight, lease, exchange)
+            except Preempted:
+                await lease.wait_again()
+                continue
             if failure is None:
                 if was_refused or plan.usage_body is not None:
                     upstream.usage_known[request.name] = not was_refused
@@ -7111,7 +7318,7 @@ class Leader:
         self._counters.upstream_calls += 1
         self._counters.in_flight += 1
         try:
-            failure = await exchange.run()
+            failure = await run_or_yield(flight, lease, exchange, self._settings.preempt == "low")
             if failure is None:
                 outcome = str(flight.head.status if flight.head is not None else 0)
                 said = attempt.failed if is_outage(exchange.fault) else attempt.alive
@@ -7136,6 +7343,9 @@ class Leader:
             if not error.is_rejection and (is_timeout or not await upstream.health.is_gone()):
                 attempt.failed()
             self._settling.settle(flight, lease, exchange)
+            raise
+        except Preempted:
+            outcome = "yielded its slot"
             raise
         except (CallerGone, asyncio.CancelledError) as error:
             is_asked = not isinstance(error, CallerGone)  # all of it was sent
@@ -7200,17 +7410,14 @@ class Leader:
         return may and kind != "never" and lease.attempts <= self._settings.retries
 
     async def _back_off(self, lease: Lease, failure: Failure) -> bool:
-        """Wait before a further attempt; False where there shall be none after all.
-
-        After a 429 the gate knows how long, and for whom. After all else this call alone waits.
-        """
+        """Wait before a further attempt; False where there shall be none after all."""
         asked_s, circuit = failure.retry_after_s or 0.0, lease.target.circuit
         if asked_s > self._settings.queue_timeout:  # the upstream's answer goes to the caller
             return False
         is_queued, is_held_back = lease.permit is not None, failure.status == 429
         failure.has_backed_off = True
         lease.leave()  # others may go while this one waits
-        if not (is_queued and (is_held_back or failure.is_key_refused)):
+        if not (is_queued and (is_held_back or failure.is_key_refused)):  # else the gate knows
             wait_s = BACKOFF_S * 2 ** (lease.attempts - 1) * random.uniform(1, 2)
             wait_s = max(wait_s, asked_s + random.uniform(0, BACKOFF_S) if asked_s else 0.0)
             with contextlib.suppress(TimeoutError):
@@ -7548,7 +7755,8 @@ def metrics(gateway: Gateway) -> Iterable[str]:
     yield "# TYPE gen_ai_client_token_usage_total counter"
     for kind, name in (("input", "tokens_in"), ("output", "tokens_out")):
         yield f'gen_ai_client_token_usage_total{{gen_ai_token_type="{kind}"}} {status[name]}'
-    for name in ("upstream_calls", "upstream_429", "retries", "tokens_saved", "unpriced_tokens"):
+    for name in ("upstream_calls", "upstream_429", "retries", "preempted", "tokens_cached",
+                 "tokens_saved", "unpriced_tokens"):  # fmt: skip
         yield f"# TYPE llmproxy_{name}_total counter\nllmproxy_{name}_total {status[name]}"
     status["open_circuits"] = len(status["open_circuits"])
     for name in ("in_flight", "queued", "kept_bytes", "spend_usd", "saved_usd", "uptime_s",
@@ -7952,13 +8160,18 @@ def _calls(recent: list[dict[str, Any]], width: int, limit: int) -> Table:
             time.strftime("%H:%M:%S", time.localtime(row["time_unix"])),
             line_of((row["fate"], style)), line_of((str(row["status"]), style)),
             row["model"] or "-", row["path"], duration(row["queue_ms"]), duration(row["total_ms"]),
-            f"{short(row['tokens_in'])}/{short(row['tokens_out'])}",
+            f"{short(row['tokens_in'])}/{short(row['tokens_out'])}{_cached(row)}",
         ])  # fmt: skip
     if width < 80:
         for cells in (names, *rows):
             del cells[4]
     ratios = [1 if name in ("model", "path") else None for name in names]
     return table_of(names, rows, names[-3:], ratios, expand=True)
+
+
+def _cached(row: Mapping[str, Any]) -> str:
+    cached = row["tokens_cached"]
+    return f" {cached / row['tokens_in']:.0%}" if cached and row["tokens_in"] else ""
 
 
 class Operator:
@@ -9549,6 +9762,11 @@ def timeline(row: dict[str, Any]) -> Iterable[str]:
         key = f" with key {step['key']}" if step["key"] not in ("", "caller's own") else ""
         what = f"attempt {number} at {step['upstream']}{key}: {step['outcome']}"
         yield f"  {step['at_ms']:>9.0f} ms  {what} after {step['ms']:.0f} ms"
+        if "read" in step:
+            prompt = step["read"] + step["cached"]
+            what = f"read {step['read']} of {prompt} prompt tokens, the rest was cached"
+            what += f"; not as before from {step['differs']}" if step["differs"] else ""
+            yield f"  {'':>9}     {what}"
     if row["steps"] and row["status"] < 400:
         first_ms = row["steps"][-1]["at_ms"] + row["ttft_ms"]
         yield f"  {first_ms:>9.0f} ms  first byte, {row['ttft_ms']:.0f} ms after it was asked for"

@@ -67,7 +67,7 @@ from llmproxy import (
     Adaptive, Assembly, Attempt, Bucket, Budget, Budgets, CallerGone, Circuit, Client,
     ClientRule, Demand, Events, Flight, Flights, Gate, Headers, Kept, Key, KeyRule, Learned,
     Ledger, Liveness, LruMap, ModelRule, Permit, ProxyError, Reader, Reservation, Settings,
-    Speeds, TextSize, Timing, UpstreamRule, Usage,
+    Speeds, TextSize, Timing, UpstreamRule, Usage, prompt_pieces,
 )  # fmt: skip
 # isort: on
 
@@ -1275,6 +1275,53 @@ def test_liveness_tells_slow_from_hung(clock: FakeClock) -> None:
         heard_at = clock.now - 1.5 if word == "heard" else heard_at
         since = clock.now - 1 if "somebody" in word else heard_at
         assert live.is_over(since, limit_s, clock.now) is is_over, (clock.now, word)
+
+
+TURN: dict[str, Any] = {
+    "system": [{"type": "text", "text": "Be kind. " * 90, "cache_control": {"type": "x"}}],
+    "tools": [{"name": "read", "description": "Reads. " * 60}],
+    "messages": [
+        {"role": "user", "content": "What is in the file? " * 30},
+        {"role": "assistant", "content": [{"type": "tool_use", "input": {"path": "a"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "content": "nothing " * 40}]},
+    ],
+}
+
+
+def test_what_a_prompt_shares_with_earlier_ones_is_known_without_its_text() -> None:
+    def took(doc: dict[str, Any], cached: int = 0) -> str:
+        return str(prompts.took(prompt_pieces(doc), Usage(1000, cached, 5))["differs"])
+
+    def changed(*path: Any, to: Any) -> dict[str, Any]:
+        doc = json.loads(json.dumps(TURN))
+        *way, last = path
+        functools.reduce(lambda at, step: at[step], way, doc)[last] = to
+        return doc  # type: ignore[no-any-return]
+
+    def share(doc: dict[str, Any]) -> float:
+        return round(prompts.unread_share(prompt_pieces(doc)), 2)
+
+    prompts, text = llmproxy.Prompts(), "Be kind. " * 90
+    assert (share(TURN), took(TURN)) == (1.0, "")
+    longer = {**TURN, "messages": [*TURN["messages"], {"role": "user", "content": "And? " * 40}]}
+    moved = changed("system", 0, "cache_control", to={"type": "other"})
+    assert (share(TURN), share(moved), share(longer)) == (0.0, 0.0, 0.08)
+    assert took(longer) == "" and prompts.trust == pytest.approx(0.7)
+    assert share(longer) == 0.3  # a server that had nothing cached is not believed to have it
+    odd = changed("system", 0, "text", to=text[:79] + "!" + text[80:])
+    assert took(odd, 30) == "system[0], character 64"
+    assert took(changed("messages", 0, "content", to="What else?")) == "messages[0], character 0"
+    bare = {name: value for name, value in TURN.items() if name != "tools"}
+    assert took(bare) == "messages[0], character 0 (was tools[0])"
+    openai = [{"role": "system", "content": text}, {"role": "user", "content": "hi"}]
+    said = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    assert [place for place, _ in prompt_pieces({"messages": [*openai, said]})] == (
+        ["system", "messages[1]", "messages[2]"]
+    )
+    assert took({"prompt": "a" * 900}) and took({"prompt": "a" * 990}) == "prompt, character 896"
+    for n in range(9000):
+        took({"prompt": str(n)})
+    assert len(prompts._next) == prompts.MOST
 
 
 def test_speeds_come_from_the_timings_of_the_last_calls() -> None:
@@ -3505,6 +3552,209 @@ async def test_a_plain_call_is_asked_as_a_stream_and_answered_plainly() -> None:
                 assert asked.json["stream_options"] == {"include_usage": True}
 
 
+async def test_a_prompt_that_is_cached_weighs_little_and_what_is_read_again_is_told(
+    tmp_path: Path,
+) -> None:
+    def conversation(n: int, *more: str) -> dict[str, Any]:
+        doc = ask(f"conversation {n} " + "word " * 13_000)
+        doc["messages"] += [{"role": "user", "content": text} for text in more]
+        return doc
+
+    running, most, cached, is_held = 0, 0, 0, asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await is_held.wait()
+        running -= 1
+        usage = {**USAGE, "prompt_tokens": 23_000}
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}  # type: ignore[assignment]
+        await exchange.plain({**json.loads(ANSWER), "usage": usage})
+
+    more = {"concurrency": 4, "upstream_stream": "off", "state": str(tmp_path / "ledger")}
+    async with stand_in(answer, **more) as (up, caller):
+        for round_ in ((), ("more",)):
+            is_held.clear()
+            most = 0
+            calls = [asyncio.create_task(caller.fetch(conversation(n, *round_))) for n in range(4)]
+            await until(lambda: up.calls and open_calls(caller) == 4)
+            if round_:  # 23,000 tokens each, of a capacity of 16,000: but hardly one is to be read
+                await until(lambda: running == 4)
+            is_held.set()
+            cached = 22_900
+            traces = [(await call)[1]["x-llmproxy-trace"] for call in calls]
+            assert most == (4 if round_ else 1)
+        _, headers, _ = await caller.fetch(conversation(0).copy() | {"messages": [
+            {"role": "user", "content": "conversation 0 word wort " + "word " * 12_000}]})  # fmt: skip
+        traces.append(headers["x-llmproxy-trace"])
+        steps = []
+        for trace in traces[-2:]:
+            (row,) = (await admin(caller, f"trace/{trace}"))[1]["calls"]
+            steps += row["steps"]
+            assert row["tokens_cached"] == 22_900
+        assert [(step["cached"], step["read"]) for step in steps] == [(22_900, 100)] * 2
+        assert [step["differs"] for step in steps] == ["", "messages[0], character 0"]
+        told = "\n".join(llmproxy.timeline(row))
+        assert (
+            "read 100 of 23000 prompt tokens, the rest was cached; not as before from mess" in told
+        )
+        shown = drawn(llmproxy.render(await seen_by_table(caller), caller.url, 100, 40), 100)
+        assert "23.0k/3 100%" in shown or "23.0k/3 99" in shown
+
+
+LOW, HIGH = {"x-llmproxy-priority": "low"}, {"x-llmproxy-priority": "high"}
+
+
+@contextlib.asynccontextmanager
+async def batch(
+    texts: tuple[str, ...] = ("low 0", "low 1"), stream: bool = False, **settings: Any
+) -> AsyncIterator[tuple[Upstream, Caller, list[asyncio.Task[str]], Any]]:
+    """Low calls on every slot of what looks like a llama.cpp, whose answers are held."""
+    is_let = asyncio.Event()
+
+    async def held(exchange: Exchange) -> None:
+        if stream or b"EVENT" in exchange.body:
+            await exchange.begin()
+        if b"EVENT" in exchange.body:
+            await exchange.part(STREAM[0])
+        waits = [asyncio.create_task(event.wait()) for event in (is_let, exchange.gone)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if stream or b"EVENT" in exchange.body:
+            for part in (*STREAM, DONE):
+                await exchange.part(part)
+            await exchange.end()
+        else:
+            await exchange.plain()
+
+    def call(text: str, headers: dict[str, str] | None = None, **more: Any) -> asyncio.Task[str]:
+        return asyncio.create_task(outcome(caller, ask(text, **more), CHAT, headers))
+
+    settings |= {"concurrency": len(texts), "upstream_stream": "off"}
+    async with stand_in(held, **settings) as (up, caller):
+        lows = list[asyncio.Task[str]]()
+        for text in texts:
+            lows.append(call(text, LOW, stream=stream or text == "EVENT"))
+            await until(lambda: up.calls == len(lows))
+        yield up, caller, lows, SimpleNamespace(make=call, let=is_let.set)
+        is_let.set()
+        await asyncio.gather(*lows)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_low_calls_yield_their_slots_and_are_answered_later(stream: bool) -> None:
+    async with batch(stream=stream) as (up, caller, lows, call):
+        waiting = call.make("low 2", LOW)
+        await until(lambda: caller.status()["queued"] == 1)
+        person = call.make("person")
+        await until(lambda: up.calls == 3)
+        await asyncio.wait_for(up.asked[1].gone.wait(), 5)  # the youngest
+        assert b"person" in up.asked[2].body and not up.asked[0].gone.is_set()
+        await until(lambda: caller.status()["queued"] == 2)
+        high = call.make("high", HIGH)
+        await until(lambda: up.calls == 4)
+        await asyncio.wait_for(up.asked[0].gone.wait(), 5)
+        assert b"high" in up.asked[3].body
+        third = call.make("third")  # no low call is left that could yield: it waits as any other
+        await until(lambda: caller.status()["queued"] == 4)
+        assert up.calls == 4
+        call.let()
+        done = await asyncio.gather(*lows, waiting, person, high, third)
+        assert done == ["200 miss"] * 6 and caller.status()["preempted"] == 2
+        order = [re.search(rb"low \d|third", one.body)[0] for one in up.asked[4:]]  # type: ignore[index]
+        assert order[:2] == [b"low 0", b"low 1"]  # at their old places
+        rows = [row for row in await recent(caller) if row["attempts"] == 2]
+        assert len(rows) == 2 and caller.status()["retries"] == 0
+
+
+async def test_what_does_not_yield() -> None:
+    async with batch(preempt="off") as (up, caller, _, call):
+        person = call.make("person")
+        await until(lambda: caller.status()["queued"] == 1)
+        await settle()
+        assert up.calls == 2
+        call.let()
+        assert await person == "200 miss"
+    async with batch(("low 0", "low 1", "EVENT")) as (up, caller, lows, call):
+        # Somebody of another priority waits for one, somebody has seen an event of another.
+        joined = call.make("low 1", HIGH, stream=False)
+        await until(lambda: open_calls(caller) == 4)
+        person = call.make("person")
+        await until(lambda: up.calls == 4)
+        await asyncio.wait_for(up.asked[0].gone.wait(), 5)
+        assert b"person" in up.asked[3].body
+        late = call.make("late")
+        await until(lambda: caller.status()["queued"] == 2)
+        assert not up.asked[1].gone.is_set() and not up.asked[2].gone.is_set()
+        call.let()
+        assert [await joined, await person, await late] == ["200 joined", "200 miss", "200 miss"]
+    async with batch(("low 0",)) as (up, caller, lows, call):
+        person = call.make("person")
+        await until(lambda: up.calls == 2)
+        lows[0].cancel()  # its caller hangs up while it waits again: it is never asked again
+        await until(lambda: caller.status()["queued"] == 0)
+        call.let()
+        assert await person == "200 miss" and up.calls == 2
+        lows.clear()
+
+
+async def test_a_gate_makes_room_for_those_before_the_batch(clock: FakeClock) -> None:
+    gate, cut = Gate(2, 100, clock), list[str]()
+
+    def cuts(name: str) -> bool:
+        cut.append(name)
+        return True
+
+    async def low(name: str, usual_s: float = 100.0) -> Permit:
+        demand = Demand(priority="low", client=name, usual_s=usual_s)
+        permit = await gate.enter(demand)
+        permit.cut = functools.partial(cuts, name)
+        clock.now += 1
+        return permit
+
+    first, done = await low("first"), await low("nearly done", 10.0)
+    clock.now += 8
+    one = asyncio.create_task(gate.enter(Demand(client="x")))
+    await settle()
+    assert cut == ["first"]
+    two = asyncio.create_task(gate.enter(Demand(client="y")))
+    again = asyncio.create_task(gate.enter(Demand(client="z", priority="low")))
+    await settle()
+    assert cut == ["first"]
+    first.demand.cuts += 1
+    first.leave()
+    old = asyncio.create_task(gate.enter(first.demand))
+    permit = await one
+    await settle()
+    assert not old.done()
+    done.leave()
+    await settle()
+    assert old.done() and not two.done()  # at its old place
+    rejected = asyncio.create_task(gate.enter(Demand(client="q", priority="low"), queue_size=2))
+    await settle()
+    with pytest.raises(ProxyError, match="queue is full"):
+        await rejected
+    high = asyncio.create_task(gate.enter(Demand(client="h", priority="high"), queue_size=2))
+    await settle()
+    with pytest.raises(ProxyError, match="higher priority"):  # the lowest goes, and is told when
+        await again
+    assert again.exception().retry_after_s > 0  # type: ignore[union-attr]
+    for leaving in (permit, await old):
+        leaving.leave()
+    for leaving in (await high, await two):
+        leaving.leave()
+    twice = [await low("twice"), await low("once more")]
+    for permit in twice:
+        permit.demand.cuts = 2
+    last = asyncio.create_task(gate.enter(Demand(client="x")))
+    await settle()
+    assert cut == ["first"]
+    for permit in twice:
+        permit.leave()
+    (await last).leave()
+    assert (gate.running, gate.queued) == (0, 0)
+
+
 async def test_an_answer_is_whole_when_it_says_so_and_else_is_none() -> None:
     none = (502, "code", "upstream_incomplete")
     error = b'data: {"error":{"code":%d,"message":"oh","type":"server_error"}}\n\n'
@@ -5116,7 +5366,7 @@ async def test_reload_changes_what_the_file_has_differently_since(tmp_path: Path
 async def test_table_fits_and_says_all(width: int, height: int, board: str) -> None:
     row = {
         "time_unix": 0.0, "fate": "joined", "status": 200, "model": "a-model-with-a-name" * 4, "path": CHAT,
-        "queue_ms": 12.0, "total_ms": 1503.0, "tokens_in": 7, "tokens_out": 3,
+        "queue_ms": 12.0, "total_ms": 1503.0, "tokens_in": 7, "tokens_out": 3, "tokens_cached": 4,
     }  # fmt: skip
     async with proxy(retries=0, breaker_failures=1) as caller:
         assert (await caller.fetch(ask(model="some-model")))[0] == 502
@@ -5129,7 +5379,7 @@ async def test_table_fits_and_says_all(width: int, height: int, board: str) -> N
              "tok in 123k", "tok out", "tok saved", "calls/s", "p50", "p95", "p99", "127.0.0.1:9"]  # fmt: skip
     if not board:
         shown, height, status["recent"] = None, 24, [row] * 50
-        words += ["some-model", "open", "joined", "1.5s", "12ms"]
+        words += ["some-model", "open", "joined", "1.5s", "12ms", "7/3 57%"]
     else:
         assert shown is not None
         for n in range(40):
