@@ -532,6 +532,9 @@ class Settings:
     tpm: int | None = setting(None, parse_count, "tokens", also=NONE, text=
         "tokens a minute to an upstream, prompt and output")
     queue_size: int = setting(1000, parse_count_or_zero, "calls", "calls that may wait")
+    stable_prefix: str = setting("auto", one_of("auto", "on", "off"), "", text=
+        "take out or move back what clients write anew into the beginning of a prompt, so that a "
+        "prompt cache holds; auto: not for Anthropic and OpenAI themselves")
     preempt: str = setting("low", one_of("off", "low"), "", text=
         "low: in front of llama.cpp a call of low priority that nobody has seen a byte of yields "
         "its slot to a normal or high one, and is asked again later")
@@ -4629,6 +4632,8 @@ class Upstream:
         ]  # fmt: skip
         self.gate = Gate(1, 1, clock, pool=pool)
         self.resize()
+        owners = ("anthropic.com", "openai.com")  # their clients know how their caches work
+        self.keeps_prefix = not f".{host}".endswith(tuple(f".{owner}" for owner in owners))
         self.mark = f"llmproxy-{secrets.token_hex(8)}"  # on our questions: they may lead back to us
         self.watch: asyncio.Task[None] | None = None  # while a circuit of it is open
         self._base_path = url.raw_path.rstrip("/")
@@ -4983,20 +4988,24 @@ class Request:
             raise ProxyError("invalid_request", "a key is no model")
         self.model = self.asked = model[:200]
 
-    def change(self, fields: Mapping[str, Any], without: Iterable[str], said: list[str]) -> bool:
+    def change(self, fields: Mapping[str, Any], without: Iterable[str], said: list[str]) -> None:
         """Set top-level fields of its JSON body, or take them out; `said` names what was done.
 
-        False where that is not possible, and nothing was changed.
+        Raises ProxyError: invalid_request, where the body cannot be written anew.
         """
-        doc = {name: value for name, value in self.doc.items() if name not in without}
-        body = json.dumps(doc).encode() if len(doc) < len(self.doc) else self.body
-        changed = with_fields(body, doc, fields) if fields else body
-        if not said or changed is None:
-            return False
+        if not said:
+            return
+        doc, changed = {n: v for n, v in self.doc.items() if n not in without}, None
+        with contextlib.suppress(ValueError, RecursionError):  # a number that is none in JSON
+            body = self.body
+            body = json.dumps(doc, allow_nan=False).encode() if len(doc) < len(self.doc) else body
+            changed = with_fields(body, doc, fields) if fields else body
+        if changed is None:
+            why = "the body holds what is no JSON, and cannot be changed as it has to be"
+            raise ProxyError("invalid_request", f"{why} ({', '.join(said)})")
         self.doc, self.body, self.sent = {**doc, **fields}, changed, changed
         self.max_tokens = max_tokens(self.doc)
         self.changed = printable(", ".join(filter(None, (self.changed, *said))), 500)
-        return True
 
     def let_go(self) -> None:
         """Nothing large outlives the call."""
@@ -5406,7 +5415,9 @@ class Reply:
     def __init__(self, conn: Connection, message: Any) -> None:
         self.conn = conn
         self.is_begun = self.is_bodiless = self.is_chunked = self.is_over = self.is_stream = False
-        self.is_head, self.is_closing = message.method == "HEAD", message.should_close
+        # Behind an Upgrade that is not taken the parser loses what follows it.
+        self.is_closing = message.should_close or "Upgrade" in message.headers
+        self.is_head = message.method == "HEAD"
         self.version = message.version
 
     def begin(
@@ -5470,6 +5481,8 @@ class Reply:
         Raises CallerGone: it hung up, or took nothing for CALLER_S.
         """
         for start in range(0, 0 if self.is_bodiless else len(data), SLICE_BYTES):
+            if self.is_over:  # it was told meanwhile that there is no more
+                return
             self._send(self.frame(data[start : start + SLICE_BYTES]))
             if self.conn._paused:  # a slow caller holds a slice, not the whole
                 try:
@@ -5730,11 +5743,136 @@ def client_id(credential: str) -> str:
 _LIMIT_NAMES = {"responses": "max_output_tokens", "completion": "n_predict", "infill": "n_predict"}
 
 
-class Rewriter:
-    """Names and parameters by model, as the file's `model` tables say."""
+# What clients put before or between what stays the same, so that a server with a prompt cache
+# reads all that follows again. Claude Code: a line of its version and a number that is new with
+# each call or session (llama.cpp#20623), what is left of a budget, a session's id, and a context
+# behind the first question. Others: the time of day in the system prompt.
+_BILLING = re.compile(r"\A\s*x-anthropic-billing-header:(?:[ \t]*[A-Za-z_]+=[^;\n]*;)*[ \t]*\n?")
+_TOTAL_TOKENS = re.compile(r"\s*<total_tokens>[^<]*</total_tokens>")
+_SESSION = re.compile(r"session_(?:id\"\s*:\s*\")?[0-9a-f]{8}-[0-9a-f-]{27}")
+_TIME = re.compile(rb":\d\d\b")  # found quickly, where it is not
+_CLOCK = re.compile(
+    r"^(?=.{0,200}$)(?=.*\b(?:time|date|now|today|clock)\b).*\b\d{1,2}:\d{2}\b.*\n?",
+    re.IGNORECASE | re.MULTILINE,
+)
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+
+def _cut(content: Any, pattern: re.Pattern[str]) -> Any:
+    """A message's content without what matches; blocks that are left empty go."""
+    if isinstance(content, str):
+        return pattern.sub("", content)
+    made = list[Any]()
+    for block in content if isinstance(content, list) else ():
+        new = block
+        for name in ("text", "content") if isinstance(block, dict) else ():
+            if name in block and (cut := _cut(block[name], pattern)) != block[name]:
+                new = {**block, name: cut} if cut or name != "text" else None
+        made += [] if new is None else [new]
+    return made if isinstance(content, list) else content
+
+
+def _with_text(content: Any, text: str) -> Any:
+    """A message's content with something behind it."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": text}]
+    return f"{content}\n\n{text}" if content else text
+
+
+class Conversation:
+    """System prompt and messages of a body, being given a beginning that stays the same.
+
+    `said` names the rules that matched. The system prompt is the first of `entries`, wherever the
+    body has it; without one, or where the body is no conversation, no rule matches.
+    """
+
+    def __init__(self, doc: Mapping[str, Any]) -> None:
+        messages, self.has_system = doc.get("messages"), "system" in doc
+        self.said, self.entries = list[str](), list[dict[str, Any]]()
+        if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
+            system = [{"role": "system", "content": doc["system"]}] if self.has_system else []
+            self.entries = [*system, *messages]
+        if self.entries and self.entries[0].get("role") not in ("system", "developer"):
+            self.entries = []
+
+    def cut(self, rule: str, pattern: re.Pattern[str], count: int | None = None) -> None:
+        """Take out what matches of the first entries, and messages that are left empty."""
+        made = list[dict[str, Any]]()
+        for n, entry in enumerate(self.entries):
+            content, new = entry.get("content"), None
+            if count is None or n < count:
+                new = _cut(content, pattern)
+            if new is None or new == content:
+                made.append(entry)
+            elif new or not n:
+                made.append({**entry, "content": new})
+        self._become(rule, made)
+
+    def move_context(self) -> None:
+        """System messages behind the first question (Claude Code's) go before it."""
+        roles = [entry.get("role") for entry in self.entries]
+        stop = roles.index("assistant") if "assistant" in roles else len(roles)
+        moved = [entry for entry in self.entries[1:stop] if entry.get("role") == "system"]
+        if moved and self.has_system:
+            first, *rest = self.entries
+            texts = [text for entry in moved for text in _texts(entry)]
+            content = functools.reduce(_with_text, texts, first["content"])
+            rest = [entry for entry in rest if not any(entry is other for other in moved)]
+            self._become("context", [{**first, "content": content}, *rest])
+
+    def move_clock(self) -> None:
+        """Lines of the system prompt that tell the time go behind the last message."""
+        lines = [line for text in _texts(self.entries[0]) for line in _CLOCK.findall(text)]
+        last = self.entries[-1]
+        if lines and last.get("role") in ("user", "tool"):
+            content = _with_text(last.get("content"), "".join(lines).strip())
+            first = {**self.entries[0], "content": _cut(self.entries[0]["content"], _CLOCK)}
+            self._become("clock", [first, *self.entries[1:-1], {**last, "content": content}])
+
+    def _become(self, rule: str, entries: list[dict[str, Any]]) -> None:
+        if entries != self.entries:
+            self.said.append(rule)
+            self.entries = entries
+
+    def fields(self) -> dict[str, Any]:
+        """What has to be set of the body; None: to be taken out."""
+        found: dict[str, Any] = {"messages": self.entries[self.has_system :]} if self.said else {}
+        if self.said and self.has_system:
+            found["system"] = self.entries[0]["content"] or None
+        return found
+
+
+def _texts(entry: Mapping[str, Any]) -> list[str]:
+    """The texts of a message."""
+    return [text for _, text in prompt_pieces({"messages": [{"content": entry.get("content")}]})]
+
+
+def stable_prefix(doc: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[str]]:
+    """Fields that make a body's beginning the same as that of the next, and the rules for it."""
+    said, fields = list[str](), dict[str, Any]()
+    is_billed, is_counted = b"x-anthropic-billing-header" in body, b"<total_tokens>" in body
+    has_context, has_time = body.count(b'"system"') > 1, _TIME.search(body) is not None
+    if (is_billed or is_counted or has_context or has_time) and (talk := Conversation(doc)).entries:
+        if is_billed:
+            talk.cut("billing-header", _BILLING, 1)
+        if is_counted:
+            talk.cut("total-tokens", _TOTAL_TOKENS)
+        if has_context:
+            talk.move_context()
+        if has_time:
+            talk.move_clock()
+        fields, said = talk.fields(), talk.said
+    if b"session_" in body and _SESSION.search(str(_dict(doc, "metadata").get("user_id"))):
+        fields["metadata"] = None
+        said.append("session")
+    return fields, [f"stable-prefix {rule}" for rule in said]
+
+
+class Rewriter:
+    """Names and parameters by model, as the file's `model` tables say, and stable prefixes."""
+
+    def __init__(self, settings: Settings, keeps_prefix: Callable[[str], bool]) -> None:
+        """`keeps_prefix`: whether a model's upstream gains by a beginning that stays the same."""
+        self._settings, self._keeps_prefix = settings, keeps_prefix
 
     def names(self) -> list[str]:
         """Names of models that only the file knows."""
@@ -5744,8 +5882,19 @@ class Rewriter:
     def apply(self, request: Request) -> None:
         """Change the request's body where a rule says so, and say what was changed."""
         rule = request.rule = self._settings.rule_of(request.asked)
-        if not rule.rewrites:
-            return
+        if rule.rewrites:
+            self._by_rule(request, rule)
+        if request.route is not None and request.route.writes and self._is_stable(request.model):
+            fields, said = stable_prefix(request.doc, request.body)
+            gone = [name for name, value in fields.items() if value is None]
+            with contextlib.suppress(ProxyError):  # a body that cannot be written goes as it is
+                request.change({n: v for n, v in fields.items() if v is not None}, gone, said)
+
+    def _is_stable(self, model: str) -> bool:
+        wanted = self._settings.stable_prefix
+        return wanted == "on" or (wanted == "auto" and self._keeps_prefix(model))
+
+    def _by_rule(self, request: Request, rule: ModelRule) -> None:
         fields: dict[str, Any] = {}
         said = list[str]()
         stripped = [name for name in rule.strip if name in request.doc]
@@ -5762,8 +5911,8 @@ class Rewriter:
             fields |= capped
             said += ["max_tokens"] * bool(capped)
         said += [f"strip {name}" for name in stripped if name not in fields]
-        if request.change(fields, [name for name in stripped if name not in fields], said):
-            request.model = fields.get("model", request.model)
+        request.change(fields, [name for name in stripped if name not in fields], said)
+        request.model = fields.get("model", request.model)
 
     @staticmethod
     def _capped(doc: Mapping[str, Any], request: Request, limit: int | None) -> dict[str, Any]:
@@ -5771,9 +5920,12 @@ class Rewriter:
         if limit is None:
             return {}
         named = {name: doc[name] for name in _OUTPUT_LIMITS if doc.get(name) is not None}
+        if not named and request.route is None:
+            return {}
         if not named:
             return {_LIMIT_NAMES.get(request.name, "max_tokens"): limit}
-        over = {n: v for n, v in named.items() if (whole_number(v) or limit + 1) > limit}
+        numbers = {name: whole_number(value) for name, value in named.items()}
+        over = [name for name, number in numbers.items() if number is None or number > limit]
         return dict.fromkeys(over, limit)
 
 
@@ -5837,8 +5989,13 @@ class Reader:
     def is_over(self) -> bool:
         return self._over.done()
 
-    def leave(self, error: Exception | None = None) -> None:
-        """The caller has gone, or gets no answer any more for that reason."""
+    def leave(self, error: ProxyError | None = None) -> None:
+        """The caller has gone, or is told at once why it gets no answer any more."""
+        if error is not None:
+            # Where it leads for others, its next request would wait for the flight to land.
+            self.reply.is_closing |= self.flight.record is self.record
+            with contextlib.suppress(CallerGone):
+                self.answers.refuse(self.reply, self.record, error)
         self._end(error or CallerGone())
 
     def _end(self, error: Exception | None = None) -> None:
@@ -6242,7 +6399,7 @@ class Answers:
 
     def end(self, reply: Reply, record: Record, flight: Flight) -> None:
         """A flight has landed: the end of an answer that has begun, or how it broke off."""
-        head, error, request = flight.head, flight.error, record.request
+        head, error = flight.head, flight.error
         is_stream = head is None or (head.is_stream and head.status == 200)
         if error is None and (is_stream or not reply.is_stream):
             reply.end()
@@ -6262,8 +6419,13 @@ class Answers:
         else:
             tail = flight.chunks[-1][-4:] if flight.chunks else b""
             gap = b"" if not tail or tail.endswith(_EVENT_ENDS) else b"\n\n"
-        error = error or internal()
-        record.code = error.code
+        self._say_error(reply, record, error or internal(), gap, said)
+
+    def _say_error(
+        self, reply: Reply, record: Record, error: ProxyError, gap: bytes, said: bytes = b""
+    ) -> None:
+        """The last event of a stream that has begun."""
+        request, record.code = record.request, error.code
         said = said or b"data: " + error_body(error, request.dialect, request.trace) + b"\n\n"
         name = b"event: error\n" if request.dialect == "anthropic" else b""
         reply._send(reply.frame(gap + name + said))
@@ -6299,8 +6461,13 @@ class Answers:
             transport.abort()
 
     def refuse(self, reply: Reply, record: Record, error: ProxyError) -> None:
-        """An error of our own, in the caller's dialect; too late for one once a reply has begun."""
+        """An error of our own, in the caller's dialect; too late where a plain answer has begun."""
+        if reply.is_over:
+            return
         record.code = error.code
+        if reply.is_begun and reply.is_stream and reply.takes_now:
+            self._say_error(reply, record, error, b"\n\n")
+            return
         if reply.is_begun:
             reply.abort()
             return
@@ -6362,6 +6529,7 @@ class Joiner:
                 key, request.asked, request.changed = known
                 if (found := self._known(record, key)) is not None:
                     return found
+                request.changed = ""
         if not request.parse():
             return self._pass(record, upload)
         self._rewriter.apply(request)
@@ -6657,6 +6825,8 @@ class Lease:
                 "key": self.permit.key.name if self.permit is not None else "",
                 "outcome": outcome, "ms": round((now - self.sent_at) * 1000, 1), **self.reading,
             }  # fmt: skip
+            if record.request.changed:
+                step["changed"] = record.request.changed
             record.steps = (*record.steps, step)
 
 
@@ -6698,13 +6868,17 @@ class Router:
             why = f"no upstream serves the model {printable(model)}; see [upstream.NAME] models"
             raise ProxyError("model_not_found", why)
         found = [self._target(request, first, model)]
-        names = request.rule.fallback
+        names = request.rule.fallback or self._settings.rule_of(model).fallback
         for name in names if not flight.passes else ():
             named = self._named(name)
-            model = request.model if named else name
+            model = request.model if named else self._settings.rule_of(name).as_ or name
             if (other := named or self._serving(model)) is not None:
                 found.append(self._target(request, other, model, name, other is not first))
         return found
+
+    def keeps_prefix(self, model: str) -> bool:
+        upstream = self._serving(model)
+        return upstream is not None and upstream.keeps_prefix
 
     def _named(self, name: str) -> Upstream | None:
         return next((upstream for upstream in self.upstreams if upstream.name == name), None)
@@ -7404,7 +7578,8 @@ class Leader:
             return False
         if failure.is_key_refused and lease.permit is not None:  # another key may be welcome
             return target.upstream.gate.keys.refusal(target.model) is None
-        kind = request.retry or request.rule.retry
+        rule = self._settings.rule_of(target.model)
+        kind = request.retry or request.rule.retry or rule.retry
         kind = kind or ("cautious" if request.doc.get("tools") else "safe")
         may = failure.ran_nothing if kind == "cautious" else failure.is_transient
         return may and kind != "never" and lease.attempts <= self._settings.retries
@@ -7560,7 +7735,7 @@ class Control:
             client = known.get(rule.name) or Client(rule, gateway.clock)
             client.limit(rule)
             gateway.guard.clients[rule.key_sha256] = client
-        if changed.models != settings.models:
+        if (changed.models, changed.stable_prefix) != (settings.models, settings.stable_prefix):
             gateway.flights.forget_spellings()
         is_retimed = changed.queue_timeout != settings.queue_timeout
         for name in (*SETTINGS, *self.TABLES, "given"):
@@ -7794,7 +7969,7 @@ class Gateway:
         self.circuits = Circuits(settings, named, clock, self.answers.spawn)
         self.router = Router(self.accounts, self.upstreams, self.circuits)
         self.leader = Leader(self.accounts, self.flights, self.router, self.circuits, clock)
-        self.rewriter = Rewriter(settings)
+        self.rewriter = Rewriter(settings, self.router.keeps_prefix)
         self.joiner = Joiner(self.accounts, self.flights, self.rewriter, self.leader.abandon)
         self.newest = Newest(settings, self.leader.drop)
         self.control, self.admin = Control(self), Admin(self)
@@ -8620,11 +8795,16 @@ def _mock_answer(
         output = {"type": "message", "id": "msg_mock", "role": "assistant", "status": "completed",
                   "content": [part]}  # fmt: skip
         plain = {"id": "resp_mock", "object": "response", "created_at": 0, "model": model,
-                 "status": "completed", "output": [output], "usage": tokens}  # fmt: skip
+                 "status": "completed", "output": [output],
+                 "usage": {**tokens, "total_tokens": prompt_tokens + count}}  # fmt: skip
         delta = {"type": "response.output_text.delta", "item_id": "msg_mock", "output_index": 0,
                  "content_index": 0}  # fmt: skip
-        deltas = [event_of({**delta, "delta": f"{word} "}) for word in words]
-        return plain, [*deltas, event_of({"type": "response.completed", "response": plain})]
+        item = {"output_index": 0, "item": {**output, "status": "in_progress", "content": []}}
+        docs = [{"type": "response.output_item.added", **item}]
+        docs += [{**delta, "delta": f"{word} "} for word in words]
+        docs.append({"type": "response.output_item.done", "output_index": 0, "item": output})
+        docs.append({"type": "response.completed", "response": plain})
+        return plain, [event_of(doc) for doc in docs]
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     if route in ("embeddings", "embedding"):
         data = [{"object": "embedding", "index": 0, "embedding": [0.1, 0.2, 0.3]}]
@@ -9607,6 +9787,92 @@ def _remote(args: argparse.Namespace, url: str | None) -> Remote:
     )
 
 
+# What makes a client speak to us: variables and words before its own. `%s` is the base URL.
+CLIENTS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "claude": ({
+        "ANTHROPIC_BASE_URL": "%s", "ANTHROPIC_AUTH_TOKEN": "any", "API_TIMEOUT_MS": "3600000",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }, []),
+    "codex": ({"LLMPROXY_CLIENT_KEY": "any"}, [
+        "-c", "model_provider=llmproxy", "-c",
+        'model_providers.llmproxy={name="llmproxy",base_url="%s/v1",'
+        'env_key="LLMPROXY_CLIENT_KEY",wire_api="responses"}',
+    ]),
+    "aider": ({"OPENAI_API_BASE": "%s/v1", "OPENAI_API_KEY": "any"}, []),
+    "": ({  # any other
+        "OPENAI_BASE_URL": "%s/v1", "OPENAI_API_BASE": "%s/v1", "OPENAI_API_KEY": "any",
+        "ANTHROPIC_BASE_URL": "%s", "ANTHROPIC_AUTH_TOKEN": "any",
+    }, []),
+}  # fmt: skip
+
+
+@Command("run", "a client whose calls go through the proxy", (
+    ("words", {"nargs": argparse.REMAINDER, "metavar": "CLIENT ...", "help":
+        "claude, codex, aider or any other command, and its own words"}),
+    ("--print", {"action": "store_true", "help": "say what would be set, and run nothing"}),
+), """examples:
+  llmproxy run claude
+  llmproxy run claude -p "what does this program do?"
+  llmproxy run --upstream http://127.0.0.1:8081 aider --model openai/m
+  llmproxy run --print codex
+
+Uses the daemon that listens, or runs one as long as the client does. A key that is set already
+(ANTHROPIC_AUTH_TOKEN, OPENAI_API_KEY) stays. Ends with what the session cost, on stderr, and with
+the client's exit code.""", takes_settings=True)  # fmt: skip
+def _run_command(args: argparse.Namespace) -> int:
+    args.words = args.words[args.words[:1] == ["--"] :]
+    if not args.words:
+        raise ConfigError("run: wants a client, like llmproxy run claude")
+    return _run_loop(_run_client(args))
+
+
+async def _run_client(args: argparse.Namespace) -> int:
+    settings, remote = _settings_of(args), _remote(args, None)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            await remote.status()
+        except CannotError:
+            if not args.print:
+                settings.log, stderr_log.is_below = "off", True  # the terminal is the client's
+                gateway = await stack.enter_async_context(gateway_for(settings))
+                remote = Remote(gateway.url, settings.admin_key)
+        name = Path(args.words[0]).name
+        variables, words = CLIENTS.get(name, CLIENTS[""])
+        env = {k: v.replace("%s", remote.url) for k, v in variables.items()}
+        env = {k: v for k, v in env.items() if v != "any" or not os.environ.get(k)}
+        command = [args.words[0], *(w.replace("%s", remote.url) for w in words), *args.words[1:]]
+        if args.print:
+            settings_of_it = (f"{key}={shlex.quote(value)}" for key, value in env.items())
+            print(" \\\n  ".join([*settings_of_it, shlex.join(command)]))
+            return 0
+        before = await remote.status()
+        on_signal(lambda: None)  # Ctrl-C is the client's, which shares our terminal
+        try:
+            client = await asyncio.create_subprocess_exec(*command, env={**os.environ, **env})
+        except OSError as error:
+            raise CannotError(f"{printable(command[0])}: {error.strerror}") from None
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, client.terminate)
+        code = await client.wait()
+        for line in (*_messages, _session_text(before, await remote.status())):
+            print(f"llmproxy: {line}", file=sys.stderr)
+        return code if code >= 0 else 128 - code
+
+
+def _session_text(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What a session came to, from two statuses."""
+    names = ("requests", "joined", "hit", "tokens_in", "tokens_cached", "tokens_out", "spend_usd")
+    n = {name: after.get(name, 0) - before.get(name, 0) for name in names}  # it may be an older one
+    waited_s = after["waited"]["s"] - before["waited"]["s"]
+    cached = f", {n['tokens_cached'] / n['tokens_in']:.0%} cached" if n["tokens_in"] > 0 else ""
+    money = f", {n['spend_usd']:.4f} USD" if n["spend_usd"] > 0 else ""
+    return (
+        f"{n['requests']} calls, {n['joined'] + n['hit']} of them answered from here; "
+        f"{short(n['tokens_in'])} tokens in{cached}, {short(n['tokens_out'])} out; "
+        f"waited {duration(waited_s * 1000)}{money}"
+    )
+
+
 @Command("top", "the live table of a daemon that runs elsewhere", (
     ("url", {"nargs": "?", **_URL}), *_REMOTE,
 ), "examples:\n  llmproxy top\n  llmproxy top http://server:4000 --admin-key SECRET")  # fmt: skip
@@ -9762,6 +10028,8 @@ def timeline(row: dict[str, Any]) -> Iterable[str]:
         key = f" with key {step['key']}" if step["key"] not in ("", "caller's own") else ""
         what = f"attempt {number} at {step['upstream']}{key}: {step['outcome']}"
         yield f"  {step['at_ms']:>9.0f} ms  {what} after {step['ms']:.0f} ms"
+        if "changed" in step:
+            yield f"  {'':>9}     changed: {step['changed']}"
         if "read" in step:
             prompt = step["read"] + step["cached"]
             what = f"read {step['read']} of {prompt} prompt tokens, the rest was cached"

@@ -2724,6 +2724,8 @@ strip = ["user"]
     ("short", CHAT, {"max_tokens": 60, "max_completion_tokens": 9}, {"max_tokens": 50},
      "max_tokens"),
     ("short", CHAT, {}, {"max_tokens": 50}, "max_tokens"),
+    ("short", "/completion", {"n_predict": 0}, {}, None),  # it warms the cache up
+    ("short", "/v1/images/generations", {"n": 1}, {}, None),
     ("short", "/completion", {"n_predict": -1}, {"n_predict": 50}, "max_tokens"),
     ("short", "/infill", {}, {"n_predict": 50}, "max_tokens"),
     ("short", "/v1/responses", {}, {"max_output_tokens": 50}, "max_tokens"),
@@ -2750,6 +2752,26 @@ async def test_names_and_parameters_by_model(
                 assert up.asked[-1].body == sent
 
 
+async def test_what_cannot_be_changed_is_refused_and_a_name_leads_to_its_fallback() -> None:
+    text = '[model.al]\nas = "dead"\nstrip = ["user"]\n[model.dead]\nfallback = "fb"\nretry = "never"\n'
+    rules = rules_of(text + '[model.fb]\nas = "good"\n')
+
+    async def answer(exchange: Exchange) -> None:
+        is_dead = exchange.json["model"] == "dead"
+        await exchange.plain(b"{}" if is_dead else ANSWER, "503 X" if is_dead else "200 OK")
+
+    async with upstream(answer) as up, proxy(up.base, models=rules) as caller:
+        assert await outcome(caller, asked_for("al")) == "200 miss"
+        assert [exchange.json["model"] for exchange in up.asked] == ["dead", "good"]
+        for odd in (b'"user": 1, "x": 1e999', b'"x": NaN, "user": 2, "user": 1'):
+            body = b'{"model": "al", "messages": [], ' + odd + b"}"
+            assert await outcome(caller, body) == "400 invalid_request"
+        up.answer = Exchange.plain
+        for directive in ("no-cache", "max-age=0", "no-cache"):
+            asked = await caller.fetch(asked_for("al"), headers={"Cache-Control": directive})
+            assert asked[1]["x-llmproxy-changed"] == "as"
+
+
 async def test_a_model_has_a_name_of_ours_its_own_price_and_permission() -> None:
     text = '[model."fast"]\nas = "qwen"\nprice = "1/1"\n[model."x*"]\nas = "y"\n'
     clients = [client_rule("alice", models=["fast"]), client_rule("bob", models=["qwen"])]
@@ -2772,6 +2794,98 @@ async def test_a_model_has_a_name_of_ours_its_own_price_and_permission() -> None
         up.answer = Exchange.plain
         assert await outcome(caller, body, headers=keys[0]) == "200 miss"  # it means another now
         assert up.asked[-1].json["model"] == "other"
+
+
+def blocks(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+BILLED = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
+LEFT = "<total_tokens>{} tokens left</total_tokens>"
+SESSION = {"user_id": '{"device_id":"d","session_id":"914a7de0-c8b2-4ec9-9bee-5%s"}'}
+ASKED = {"role": "user", "content": "What is it?"}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "hi"}
+NOW = "Current time is 20:37:19. Today's date is 2026-12-04."
+
+
+@pytest.mark.parametrize(("path", "given", "becomes", "says"), [
+    ("/v1/messages", {"system": blocks(BILLED.format(1, "c07d0"), "Be kind."), "messages": [ASKED]},
+     {"system": blocks("Be kind."), "messages": [ASKED]}, "billing-header"),
+    ("/v1/messages", {"system": BILLED.format(1, "c07d0") + "Be kind.", "messages": [ASKED]},
+     {"system": "Be kind.", "messages": [ASKED]}, "billing-header"),
+    ("/v1/messages", {"system": blocks(BILLED.format(1, "c07d0")), "messages": [ASKED]},
+     {"messages": [ASKED]}, "billing-header"),
+    (CHAT, {"messages": [{"role": "system", "content": BILLED.format(1, "a") + "\nBe kind."}, ASKED]},
+     {"messages": [{"role": "system", "content": "Be kind."}, ASKED]}, "billing-header"),
+    ("/v1/messages",
+     {"system": "Be kind.", "messages": [
+         ASKED, {"role": "assistant", "content": "I look."},
+         {"role": "user", "content": [{**RESULT, "content": blocks("hi" + LEFT.format(5))}]},
+         {"role": "system", "content": LEFT.format(4)},
+         {"role": "system", "content": blocks(LEFT.format(3))}]},
+     {"system": "Be kind.", "messages": [
+         ASKED, {"role": "assistant", "content": "I look."},
+         {"role": "user", "content": [{**RESULT, "content": blocks("hi")}]}]}, "total-tokens"),
+    ("/v1/messages",
+     {"system": blocks("Be kind."), "messages": [
+         ASKED, {"role": "system", "content": "# Files\na, b"}, {"role": "assistant", "content": "a"},
+         {"role": "system", "content": "stays"}]},
+     {"system": blocks("Be kind.", "# Files\na, b"), "messages": [
+         ASKED, {"role": "assistant", "content": "a"}, {"role": "system", "content": "stays"}]},
+     "context"),
+    (CHAT, {"messages": [{"role": "system", "content": f"Be kind.\n{NOW}\nAlways."}, ASKED]},
+     {"messages": [{"role": "system", "content": "Be kind.\nAlways."},
+                   {"role": "user", "content": f"What is it?\n\n{NOW}"}]}, "clock"),
+    ("/v1/messages", {"system": NOW, "messages": [{"role": "user", "content": [RESULT]}]},
+     {"messages": [{"role": "user", "content": [RESULT, *blocks(NOW)]}]}, "clock"),
+    ("/v1/messages", {"messages": [ASKED], "metadata": {"user_id": SESSION["user_id"] % ("4" * 11)}},
+     {"messages": [ASKED]}, "session"),
+    # As they came: no rule is for these.
+    ("/v1/messages", {"system": "Be kind: x-anthropic-billing-header: is a header.",
+                      "messages": [ASKED], "metadata": {"user_id": "me, session_1"}}, None, ""),
+    (CHAT, {"messages": [{"role": "system", "content": "Open from 9:00 to 17:30."}, ASKED]}, None, ""),
+    (CHAT, {"messages": [ASKED, {"role": "user", "content": NOW}]}, None, ""),
+    (CHAT, {"messages": [{"role": "system", "content": NOW}, ASKED,
+                         {"role": "assistant", "content": "I"}]}, None, ""),
+    (CHAT, {"messages": [ASKED, {"role": "system", "content": "later"}, 7]}, None, ""),
+    ("/v1/embeddings", {"input": LEFT.format(1)}, None, ""),
+])  # fmt: skip
+async def test_a_prompt_gets_a_beginning_that_stays_the_same(
+    path: str, given: dict[str, Any], becomes: dict[str, Any] | None, says: str
+) -> None:
+    sent = json.dumps({"model": "m", **given}, indent=1).encode()
+    async with upstream() as up, proxy(up.base) as caller:
+        for fate in ("miss", "hit"):
+            _, headers, _ = await caller.fetch(sent, path)
+            told = f"stable-prefix {says}" if says else None
+            assert (headers["x-llmproxy-fate"], headers.get("x-llmproxy-changed")) == (fate, told)
+        if becomes is None:
+            assert up.asked[-1].body == sent
+        else:
+            assert up.asked[-1].json == {"model": "m", **becomes}
+        caller.gateway.control.change({"stable-prefix": "off"})
+        _, headers, _ = await caller.fetch(sent, path)
+        assert "x-llmproxy-changed" not in headers and up.asked[-1].body == sent
+
+
+async def test_runs_of_the_same_task_join_and_providers_get_all_as_it_came(tmp_path: Path) -> None:
+    def run(n: int) -> dict[str, Any]:
+        system = blocks(BILLED.format(n, f"{n:05x}"), "Be kind.")
+        metadata = {"user_id": SESSION["user_id"] % (str(n) * 11)}
+        return {"model": "m", "system": system, "messages": [ASKED], "metadata": metadata}
+
+    async with upstream() as up, proxy(up.base, state=str(tmp_path / "ledger")) as caller:
+        fates = [(await caller.fetch(run(n), "/v1/messages"))[1] for n in range(3)]
+        assert [headers["x-llmproxy-fate"] for headers in fates] == ["miss", "hit", "hit"]
+        (row,) = (await admin(caller, f"trace/{fates[0]['x-llmproxy-trace']}"))[1]["calls"]
+        said = "stable-prefix billing-header, stable-prefix session"
+        assert f"changed: {said}" in "\n".join(llmproxy.timeline(row))
+    keeps = {}
+    for host in ("api.anthropic.com", "api.openai.com", "notopenai.com", "127.0.0.1:1"):
+        made = llmproxy.Upstream(UpstreamRule("x", f"http://{host}"), Settings(), time.monotonic)
+        keeps[host] = made.keeps_prefix
+        await made.close()
+    assert list(keeps.values()) == [False, False, True, True]
 
 
 SUPERSEDED = "409 superseded"
@@ -2843,13 +2957,26 @@ async def test_a_newer_call_takes_an_answer_from_nobody_else() -> None:
         assert await same == SUPERSEDED
         stranger = keystroke("c", "editor", ALICE)
         await until(lambda: up.calls == 3)
+        assert await one == SUPERSEDED and not other.done()  # who leads for others is told at once
         is_held.set()
         assert await other == "200 joined"  # the flight went on, which only the first has left
-        assert [await one, await newer, await stranger] == [SUPERSEDED, "200 miss", "200 miss"]
+        assert [await newer, await stranger] == ["200 miss", "200 miss"]
         is_held.clear()
         waits = keystroke("d", "editor")
         await until(lambda: up.calls == 4)
         assert await keystroke("b", "editor") == "200 hit" and await waits == SUPERSEDED
+
+        async def begun(exchange: Exchange) -> None:
+            await exchange.begin()
+            await exchange.part(STREAM[0])
+            await exchange.gone.wait()
+
+        up.answer, name = begun, {"x-llmproxy-newest": "editor"}
+        async with caller.post(asked_for("m", "e", stream=True), headers=name) as response:
+            assert await response.content.readany() == STREAM[0]
+            assert await keystroke("b", "editor") == "200 hit"
+            rest = await response.content.read()  # a stream that has begun ends as streams do
+        assert b"superseded" in rest and b"[DONE]" not in rest
 
 
 async def test_fallback_is_asked_when_the_first_choice_fails_before_its_first_byte() -> None:
@@ -5839,6 +5966,42 @@ def test_get_set_and_top_speak_with_a_running_daemon(tmp_path: Path, mock_url: s
             assert run("get timeout") == "1.0\n"
             assert terminal.gives_back(b"q")
         assert run("get timeout") == "1.0\n"  # the daemon is not ended by that
+
+
+ASKS = """
+import json, os, sys, urllib.request
+body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+for _ in range(2):
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    print(urllib.request.urlopen(request).headers["x-llmproxy-fate"], os.environ["OPENAI_API_KEY"])
+os.kill(os.getppid(), 2)  # Ctrl-C goes to both; it is the client's to end
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_run_gives_a_client_the_proxy_and_says_what_the_session_cost() -> None:
+    client = [sys.executable, "-c", ASKS, "3"]
+    said = "2 calls, 1 of them answered from here; 2 tokens in, 0% cached, 10 out; waited 0ms"
+    with process(*ON_MOCK) as (_, url):  # the one that listens
+        port = url.rpartition(":")[2]
+        for words in (["--port", port], ON_MOCK):
+            proc = spawn("run", *words, "--", *client, env={"OPENAI_API_KEY": "mine"})
+            out, err = proc.communicate(timeout=30)
+            fates = ("miss", "hit")
+            assert (out, proc.returncode) == ("".join(f"{f} mine\n" for f in fates), 3), err
+            assert f"llmproxy: {said}\n" == err
+        assert json.loads(urllib.request.urlopen(f"{url}/_llmproxy/status").read())["requests"] == 2
+        for name in ("claude", "codex", "aider", "any"):
+            text = cli("run", "--port", port, "--print", name, "-p", "a b")
+            assert url in text and text.endswith("-p 'a b'\n")
+    assert "wants a client" in cli("run", code=2)
+    assert "No such file" in cli("run", *ON_MOCK, "/no/such/client", code=1)
+    waits = "import time; print('up', flush=True); time.sleep(60)"
+    proc = spawn("run", *ON_MOCK, sys.executable, "-c", waits)
+    assert proc.stdout is not None and proc.stdout.readline() == "up\n"
+    proc.send_signal(signal.SIGTERM)  # goes on to the client
+    assert "0 calls" in proc.communicate(timeout=30)[1] and proc.returncode == 143
 
 
 def test_bench_measures_both_sides_and_keeps_a_record(slow_ones: Procs) -> None:
