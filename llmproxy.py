@@ -2065,6 +2065,7 @@ class Learned:
         self._weights, self._variance = list(self.PRIOR), list(self.VARIANCE)
         self.calls = self._odd = 0  # reports, and in a row those that were not believed
         self._is_taught = False  # until then: characters / 3
+        self._error = 0.5  # running mean of how far an estimate is off, as a share
         self._outputs: deque[int] = deque(maxlen=100)
         self._output_p95 = OUTPUT_TOKENS_UNLEARNED
         self.usual_s = math.inf  # what half of its calls take at least
@@ -2075,6 +2076,10 @@ class Learned:
             a, b, c, d = self._weights
             text = a * size.ascii_units + b * size.wide + c * size.strings + d
         return round(text) + size.tokens + size.blobs * BLOB_TOKENS
+
+    def least_tokens(self, size: TextSize) -> int:
+        """Fewer than a prompt will surely take; 0 until the model is known."""
+        return round(self.prompt_tokens(size) / (1 + 3 * self._error)) if self.calls >= 20 else 0
 
     def worst_tokens(self, size: TextSize) -> int:
         """More than a prompt will take, for budgets: generous until the model is known."""
@@ -2111,6 +2116,7 @@ class Learned:
         if 0 < self._odd <= 5:
             return
         self._is_taught = True
+        self._error += 0.1 * (min(abs(ratio - 1), 1.0) - self._error)
         error = min(max(ratio - 1, -0.5), 1.0)
         shares = [part / expected for part in parts]
         gains = [v * x for v, x in zip(self._variance, shares, strict=True)]
@@ -4040,6 +4046,7 @@ class Llama:
         self.slots: int | None = None
         self.busy_slots: int | None = None
         self.context_tokens = self.context_used = 0  # of all slots together
+        self.slot_tokens = 0  # of each
         self.is_loading = False
         self.is_gone = False
         self.speeds, self.prompts = Speeds(), Prompts()
@@ -4068,6 +4075,10 @@ class Llama:
     def is_restarting(self) -> bool:
         """It has just gone: the user is probably giving it another model."""
         return self.is_known and self.is_gone and time.monotonic() - self._left_at < RESTART_S
+
+    def context_of(self, model: str) -> int:
+        """Tokens that a slot holds; 0: not known."""
+        return self.slot_tokens if self.is_known else 0
 
     # -- what is heard of it
 
@@ -4148,7 +4159,8 @@ class Llama:
                 self.slots = _whole(props, "total_slots") or None
                 self.is_known = bool(general) and self.slots is not None
                 self._looks = ["/slots", "/metrics", "/health"]
-                self.context_tokens = _whole(general, "n_ctx") * (self.slots or 0)
+                self.slot_tokens = _whole(general, "n_ctx")
+                self.context_tokens = self.slot_tokens * (self.slots or 0)
             elif status in (404, 405, 501):
                 self.is_known = False
         if is_other := bool(before) and self.model != before:
@@ -4218,6 +4230,16 @@ def judge(head: Head, body: bytes) -> Failure | None:
         ran_nothing=status == 429 and not is_final, is_loading=is_loading, status=status,
         retry_after_s=asked_wait_s(head.low, time.time()), answer=(head, body),
     )  # fmt: skip
+
+
+def too_long(prompt_tokens: int, context_tokens: int) -> Failure:
+    """What a llama.cpp says to a prompt that is longer than its context, without asking it."""
+    why = f"request ({prompt_tokens} tokens) exceeds the available context size "
+    why += f"({context_tokens} tokens), try increasing it"
+    kind, counts = "exceed_context_size_error", {"n_prompt_tokens": prompt_tokens}
+    error = {"code": 400, "message": why, "type": kind, **counts, "n_ctx": context_tokens}
+    head = NO_HEAD.changed(400, "application/json; charset=utf-8")
+    return cast(Failure, judge(head, json.dumps({"error": error}).encode()))
 
 
 def is_outage(status: int) -> bool:
@@ -6921,6 +6943,17 @@ class Router:
             target.model, len(request.sent), target.circuit, places, target.learned.usual_s,
         )  # fmt: skip
 
+    @staticmethod
+    def refuse(flight: Flight, target: Target) -> Failure | None:
+        """Refuse a prompt that is surely longer than the context; not one that may fit."""
+        request, llama = flight.record.request, target.upstream.llama
+        context_tokens = llama.context_of(target.model)
+        if not context_tokens or not request.doc or len(request.body) < 2 * context_tokens:
+            return None
+        if copies(request.doc) > 1 or target.learned.least_tokens(request.size) <= context_tokens:
+            return None
+        return too_long(target.learned.prompt_tokens(request.size), context_tokens)
+
     def plan(self, flight: Flight, lease: Lease, may_stream: bool = True) -> Plan:
         """How attempts for a call are made."""
         settings, request, target = self._settings, flight.record.request, lease.target
@@ -7424,7 +7457,8 @@ class Leader:
             is_last = target is targets[-1]
             try:
                 lease.turn(target, self._router.demand(flight, target))
-                failure = await self._ask(flight, lease, target)
+                failure = self._router.refuse(flight, target)
+                failure = failure or await self._ask(flight, lease, target)
             except ProxyError as error:
                 flight.met_open |= error.code == "circuit_open"
                 may_do_better = error.code in ("circuit_open", "upstream_key_refused")

@@ -3730,6 +3730,26 @@ async def test_a_prompt_that_is_cached_weighs_little_and_what_is_read_again_is_t
         assert "23.0k/3 100%" in shown or "23.0k/3 99" in shown
 
 
+async def test_a_prompt_that_is_surely_longer_than_the_context_is_refused_at_once() -> None:
+    async def counted(exchange: Exchange) -> None:
+        words = exchange.body.count(b"word")
+        await exchange.plain({**json.loads(ANSWER), "usage": {**USAGE, "prompt_tokens": 2 * words}})
+
+    async with stand_in(counted, upstream_stream="off", dedup="off") as (up, caller):
+        long, fits = ask("word " * 1500), ask("word " * 505)  # 3,000 and 1,010 tokens of 1,024
+        assert await outcome(caller, long) == "200 miss"  # nothing is known of the model yet
+        for n in range(40):
+            assert await outcome(caller, ask("word " * (50 + 5 * n))) == "200 miss"
+        calls = up.calls
+        status, headers, body = await caller.fetch(long)
+        error = json.loads(body)["error"]
+        assert (status, error["type"], error["n_ctx"]) == (400, "exceed_context_size_error", 1024)
+        assert 2400 < error["n_prompt_tokens"] < 3600 and up.calls == calls
+        assert error["message"].startswith(f"request ({error['n_prompt_tokens']} tokens) exceeds")
+        assert headers["Content-Type"].startswith("application/json")
+        assert await outcome(caller, fits) == "200 miss" and not caller.status()["open_circuits"]
+
+
 LOW, HIGH = {"x-llmproxy-priority": "low"}, {"x-llmproxy-priority": "high"}
 
 
