@@ -83,6 +83,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Coroutine,
     Iterable,
     Iterator,
@@ -1447,6 +1448,7 @@ class Demand:
     circuit: Circuit | None = None
     places: int = 1  # of the gate's slots: llama.cpp gives each of several answers one
     usual_s: float = math.inf  # what a call of its model usually takes
+    lane: str = ""  # see Lanes
     refused_by: Key | None = None  # a 403 of a second key shows that it was for the call
     cuts: int = 0  # how often it had to yield its slot
     place: tuple[float, int] = (math.inf, 0)  # in the queue, as when it first came
@@ -1473,9 +1475,6 @@ class Keys:
             lambda key: not key.running and all(p.until < clock() for p in key.pauses.values()),
         )
 
-    def known(self) -> list[Key]:
-        return self.pool or self.own.values()
-
     def pick(self, demand: Demand) -> tuple[Key | None, bool]:
         """The key that a call would go with, and whether none may be used for its model."""
         keys = self.pool or [own := self.own[demand.client]]
@@ -1491,6 +1490,14 @@ class Keys:
         keys = self.pool or [self.own[demand.client]]
         free_at = min(key.free_at(demand.model) for key in keys)
         return 0.0 if free_at == math.inf else free_at
+
+    def next_at(self, now: float, buckets: Iterable[Bucket | None]) -> float | None:
+        """When time next brings something back, to a bucket or a key."""
+        keys = self.pool or self.own.values()
+        buckets = [*buckets, *(bucket for key in keys for bucket in (key.rpm, key.tpm))]
+        times = [p.until for key in keys for p in key.pauses.values()]
+        times += [b.spent[0][1] for b in buckets if b is not None and b.used and b.spent]
+        return min((at for at in times if now < at < math.inf), default=None)
 
     def most_tokens(self) -> float:
         """The largest call that fits into a key's tpm."""
@@ -1520,7 +1527,7 @@ class Permit:
 
     def __init__(self, gate: Gate, demand: Demand, key: Key) -> None:
         self._gate, self.demand, self.key, self.granted_at = gate, demand, key, gate.clock()
-        self.places = max(1, min(demand.places, gate.slots))
+        self.places = gate.lanes.places(demand, gate.slots)
         self.weight = min(demand.weight, gate.capacity)
         self.work = 0.0  # what it came to, for the gate that looks for its best level
         self._is_settled = self.was_sent = False
@@ -1532,6 +1539,7 @@ class Permit:
         key.running += 1
         key.calls += 1
         gate.taken += self.places
+        gate.lanes.taken[demand.lane] += self.places
         gate.weight += self.weight
         gate.permits.add(self)
 
@@ -1703,10 +1711,16 @@ class Forecast:
         tokens = queue.tokens * calls / max(1, len(queue)) + demand.tokens
         for _, more in promised:
             calls, tokens = calls + 1, tokens + more
-        slots = max(1, min(gate.slots, gate.capacity // max(1, demand.weight)))
-        begun = sorted(max(p.granted_at, now - 0.9 * service_s) for p in gate.permits)
+        permits: Collection[Permit] = gate.permits
+        slots, ahead, lane = gate.slots, calls, demand.lane
+        if lane in gate.lanes.slots:
+            permits = [permit for permit in permits if permit.demand.lane == lane]
+            slots = gate.lanes.slots[lane]
+            ahead -= sum(w.demand.lane != lane for w in queue.waiters[:calls])
+        slots = max(1, min(slots, gate.capacity // max(1, demand.weight)))
+        begun = sorted(max(p.granted_at, now - 0.9 * service_s) for p in permits)
         ends = [now] * (slots - len(begun)) + [at + service_s for at in begun[-slots:]]
-        at = max(ends[calls % slots] + calls // slots * service_s, gate.keys.free_at(demand))
+        at = max(ends[ahead % slots] + ahead // slots * service_s, gate.keys.free_at(demand))
         groups = [gate.rpm], [key.rpm for key in pool], [gate.tpm], [key.tpm for key in pool]
         amounts = calls + 1, calls + 1, tokens * self.used_share, tokens * self.used_share
         for buckets, amount in zip(groups, amounts, strict=True):
@@ -1756,12 +1770,42 @@ def make_room(gate: Gate) -> None:
         is_batch = demand.priority == "low" or waiter.has_claim
         if is_batch or gate.has_room(demand) or gate.keys.pick(demand)[1]:
             continue
-        while running and not waiter.has_claim:
-            permit = running.pop()
+        lane = demand.lane if gate.lanes.slots else None  # in another one a slot is of no use
+        for permit in [p for p in reversed(running) if lane in (None, p.demand.lane)]:
+            running.remove(permit)
             waiter.has_claim = permit.cut is not None and permit.cut()
             if waiter.has_claim:
                 permit.cut = None
                 gate.queue.to_front(waiter)
+                break
+
+
+class Lanes:
+    """The slots of each model, where every model has its own: of a llama.cpp in router mode."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, int] = {}  # no model: there are no lanes
+        self.taken = Counter[str]()
+
+    def places(self, demand: Demand, most: int) -> int:
+        """How many slots it takes: never more than there are."""
+        return max(1, min(demand.places, most, self.slots.get(demand.lane, most)))
+
+    def fits(self, demand: Demand) -> bool:
+        limit = self.slots.get(demand.lane)
+        return limit is None or self.taken[demand.lane] + self.places(demand, limit) <= limit
+
+    def open(self, waiters: list[_Waiter]) -> Iterable[_Waiter]:
+        """Those whose lane has room; in one that has none for its first, nobody passes."""
+        return self._open(waiters) if self.slots else waiters
+
+    def _open(self, waiters: list[_Waiter]) -> Iterator[_Waiter]:
+        full = set[str]()
+        for waiter in waiters:
+            if (lane := waiter.demand.lane) not in full and self.fits(waiter.demand):
+                yield waiter
+            else:
+                full.add(lane)
 
 
 class Gate:
@@ -1770,7 +1814,8 @@ class Gate:
     A call takes one of `slots` (or as many as its `places`) and `weight` of `capacity`; one heavier
     than the whole is clamped to it and runs alone. It takes its part of `rpm` and `tpm`, and the
     least loaded key. A head that needs more than is free may be passed by lighter calls MAX_PASSED
-    times; one whose key and model the upstream holds back is passed freely.
+    times; one whose key and model the upstream holds back is passed freely, and so is one whose
+    lane is full.
     """
 
     def __init__(
@@ -1779,6 +1824,7 @@ class Gate:
     ) -> None:  # fmt: skip
         self.slots, self.capacity, self.rpm, self.tpm = slots, capacity, rpm, tpm
         self.keys, self.queue, self.forecast = Keys(pool, clock), FairQueue(), Forecast(self)
+        self.lanes = Lanes()
         self.taken = self.weight = 0
         self.permits: set[Permit] = set()
         self.is_paused = False  # by the operator: nobody goes
@@ -1872,6 +1918,7 @@ class Gate:
             is_full = bool(waiters) and not self._fits_slots(waiters[0].demand)
             self.slots = self.adaptive.done(permit.work, is_full)
         self.taken -= permit.places
+        self.lanes.taken[permit.demand.lane] -= permit.places
         self.weight -= permit.weight
         forecast = self.forecast
         forecast.service_s += 0.1 * (self.clock() - permit.granted_at - forecast.service_s)
@@ -1911,18 +1958,14 @@ class Gate:
         if self._limited_at is None:
             return
         # Buckets or pauses hold the queue up: time alone lets it go on.
-        keys = self.keys.known()
-        buckets = [self.rpm, self.tpm, *(b for key in keys for b in (key.rpm, key.tpm))]
-        times = [p.until for key in keys for p in key.pauses.values()]
-        times += [b.spent[0][1] for b in buckets if b is not None and b.used and b.spent]
         if self._timer is not None:
             self._timer.cancel()
-        if times := [at for at in times if now < at < math.inf]:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(min(times) - now + 0.001, self.dispatch)
+        if (at := self.keys.next_at(now, [self.rpm, self.tpm])) is not None:
+            self._timer = asyncio.get_running_loop().call_later(at - now + 0.001, self.dispatch)
 
     def _fits_slots(self, demand: Demand) -> bool:
-        return self.taken + max(1, min(demand.places, self.slots)) <= self.slots
+        places = self.lanes.places(demand, self.slots)
+        return self.taken + places <= self.slots and self.lanes.fits(demand)
 
     def has_room(self, demand: Demand) -> bool:
         weight = min(demand.weight, self.capacity)
@@ -1979,7 +2022,8 @@ class Gate:
             since = self.clock() - WINDOW_S / 2
             giants = (w for w in queue if w.entered_at < since and self._is_giant(w.demand))
             queue = [*itertools.islice(giants, 1)] or queue
-        for waiter in queue if self.taken < self.slots and not self.is_paused else ():
+        is_open = self.taken < self.slots and not self.is_paused
+        for waiter in self.lanes.open(queue) if is_open else ():
             key, is_held_back = self.keys.pick(waiter.demand)
             if is_held_back:
                 is_limited = True
@@ -2597,7 +2641,10 @@ def whole_number(value: Any) -> int | None:
 
 
 def _dict(doc: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = doc.get(name)
+    return _mapping(doc.get(name))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
@@ -4031,10 +4078,92 @@ class Prompts:
         return array("q", [hash(text[start : start + step]) for start in starts])
 
 
+class Instance:
+    """One model that a llama.cpp runs: its slots and context, and how it gets on while silent.
+
+    `ask` asks its server a small question: path and bytes at most in, status and body out.
+    """
+
+    USUAL_SLOTS = 4  # of a llama.cpp that was not told how many
+
+    def __init__(
+        self, ask: Callable[[str, int], Awaitable[tuple[int, bytes]]], name: str = ""
+    ) -> None:
+        self._ask = ask
+        self.name = name  # with a router; else it is the only one, whatever callers call it
+        self.state = "loaded"  # as a router says: or loading, sleeping, unloaded
+        self.slots: int | None = None
+        self.busy_slots: int | None = None
+        self.slot_tokens = 0  # the context of each
+        self.context_used = 0  # of all together
+        self.prompts, self.liveness = Prompts(), Liveness()
+        self.needs_props = True
+        self._looks = ["/slots", "/metrics", "/health"]  # the first that the server has
+
+    @property
+    def context_tokens(self) -> int:
+        return self.slot_tokens * (self.slots or 0)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """A question about this model, which never makes a router load it."""
+        if self.name:
+            path += f"?model={urllib.parse.quote(self.name, safe='')}&autoload=false"
+        async with asyncio.timeout(HEALTH_LIMIT_S):
+            return await self._ask(path, FLIGHT_WINDOW_BYTES)
+
+    async def learn(self) -> tuple[int, dict[str, Any]]:
+        """What it says of itself: status and properties."""
+        status, body = await self.get("/props")
+        props = _mapping(json_at(body)) if status == 200 else {}
+        self.needs_props = status == 503
+        self.slots = _whole(props, "total_slots") or None
+        self.slot_tokens = _whole(_dict(props, "default_generation_settings"), "n_ctx")
+        self._looks = ["/slots", "/metrics", "/health"]
+        return status, props
+
+    async def look(self) -> bool:
+        """Whether it answers; and is it busy, and does it get on?"""
+        self.liveness.ask()
+        path = self._looks[0]
+        try:
+            status, body = await self.get(path)
+        except (*NO_ANSWER, ValueError):
+            return False
+        found = json_at(body) if status == 200 and path == "/slots" else None
+        if isinstance(found, list):
+            slots = [slot for slot in found if isinstance(slot, dict)]
+            busy = [slot for slot in slots if slot.get("is_processing")]
+            moves = ("id_task", "n_prompt_tokens_processed", "next_token")
+            self.liveness.saw(bool(busy), [[slot.get(name) for name in moves] for slot in busy])
+            self.busy_slots = len(busy)
+            self.context_used = sum(_whole(slot, "n_prompt_tokens") for slot in slots)
+        elif status == 200 and path == "/metrics":
+            counts = dict(re.findall(rb"^llamacpp:(\w+) (\S+)", body, re.MULTILINE))
+            moving = counts.get(b"prompt_tokens_total"), counts.get(b"tokens_predicted_total")
+            self.liveness.saw(counts.get(b"requests_processing") != b"0", moving)
+        else:
+            self.liveness.saw(True, None)
+            if len(self._looks) > 1 and status not in TRANSIENT:  # else it has a bad moment
+                self._looks.pop(0)
+        return True
+
+    def rest(self, is_known: bool = True) -> None:
+        """It has nothing to do, or is not in memory."""
+        self.busy_slots = 0 if is_known else None
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "state": self.state, "slots": self.slots,
+            "busy_slots": self.busy_slots, "context_tokens": self.context_tokens,
+            "context_used": self.context_used,
+        }  # fmt: skip
+
+
 class Llama:
     """A server that may be a llama.cpp: what it shows of itself, looked at while calls run.
 
-    `get` asks it a small question: path and bytes at most in, status and body out.
+    One in router mode (`--models-dir`) has an instance for each model, loads the models when they
+    are called, and answers only where its question names one that is loaded.
     """
 
     def __init__(
@@ -4042,33 +4171,38 @@ class Llama:
     ) -> None:
         self.base, self._is_local, self._get = base, is_local, get
         self.is_known = False  # to be one: its /props said so
-        self.model = ""
-        self.slots: int | None = None
-        self.busy_slots: int | None = None
-        self.context_tokens = self.context_used = 0  # of all slots together
-        self.slot_tokens = 0  # of each
+        self.is_router = False
+        self.model = ""  # of a plain one
         self.is_loading = False
         self.is_gone = False
-        self.speeds, self.prompts = Speeds(), Prompts()
+        self.speeds = Speeds()
         self.on_change: Callable[[bool], None] = lambda is_other_model: None
-        self._liveness = Liveness()
+        self._only = Instance(get)  # of a plain server; of a router, what is known of no model
+        self.models: dict[str, Instance] = {}  # of a router, by name
+        self._aliases: dict[str, str] = {}
         self._left_at = -math.inf  # when it was gone
         self._needs_props = True
-        self._looks = ["/slots", "/metrics", "/health"]  # the first that the server has
         self._looked_at = -1  # how many attempts there were when it was last looked at
 
     # -- what calls ask
 
-    def is_over(self, heard_at: float, limit_s: float, now: float) -> bool:
+    def lane(self, model: str) -> str:
+        """The name of the instance that runs a model; "" where there is but one."""
+        return self._aliases.get(model, model if model in self.models else "")
+
+    def of(self, model: str) -> Instance:
+        return self.models.get(self.lane(model), self._only)
+
+    def is_over(self, model: str, heard_at: float, limit_s: float, now: float) -> bool:
         """Whether a call that was last heard at `heard_at` is to be given up."""
         if self.is_known:
-            return self._liveness.is_over(heard_at, limit_s, now)
+            return self.of(model).liveness.is_over(heard_at, limit_s, now)
         return now - heard_at >= limit_s
 
     @property
     def is_mute(self) -> bool:
         """It takes connections and does not answer any more."""
-        silent_s = time.monotonic() - self._liveness.answered_at
+        silent_s = time.monotonic() - self._only.liveness.answered_at
         return self.is_known and silent_s > 2 * LOOK_S + HEALTH_LIMIT_S
 
     @property
@@ -4078,7 +4212,29 @@ class Llama:
 
     def context_of(self, model: str) -> int:
         """Tokens that a slot holds; 0: not known."""
-        return self.slot_tokens if self.is_known else 0
+        return self.of(model).slot_tokens if self.is_known else 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Of all slots together, of a router's models too that are not in memory; 0: not known."""
+        usual = 4000 * Instance.USUAL_SLOTS
+        ones = self.models.values()
+        return sum(one.context_tokens or usual for one in ones) or self._only.context_tokens
+
+    def lanes(self) -> dict[str, int]:
+        """The slots of each model of a router, or what is usual."""
+        return {name: one.slots or Instance.USUAL_SLOTS for name, one in self.models.items()}
+
+    def shown(self) -> dict[str, Any]:
+        ones = [one for one in self.models.values() if one.state == "loaded"] or [self._only]
+        found = {
+            name: sum(getattr(one, name) or 0 for one in ones)
+            for name in ("slots", "busy_slots", "context_tokens", "context_used")
+        }
+        if not self.models:
+            found |= {"slots": self._only.slots, "busy_slots": self._only.busy_slots}
+        models = [one.shown() for one in self.models.values()]
+        return {"model": self.model, "llama_cpp": self.is_known, **found, "models": models}
 
     # -- what is heard of it
 
@@ -4086,7 +4242,9 @@ class Llama:
         """Whether it can be connected to has changed: it may be another server by now."""
         if not is_reachable and not self.is_gone:
             self._left_at = time.monotonic()
-            self.prompts = Prompts()
+            self._only.prompts = Prompts()
+            for one in self.models.values():
+                one.state = "unloaded"
         self.is_gone = not is_reachable
         self.is_loading &= is_reachable
         self.doubt()
@@ -4103,69 +4261,103 @@ class Llama:
     # -- looking
 
     async def attend(
-        self, attempts: int, is_idle: bool, is_alive: Callable[[], Any]
+        self, attempts: int, running: Collection[str], is_alive: Callable[[], Any]
     ) -> bool | None:
-        """One look: is it there, and does it get on? Whether it answered; None: was not asked."""
+        """One look: is it there, and does it get on? Whether it answered; None: was not asked.
+
+        `running`: the lanes that have calls.
+        """
         is_healthy: bool | None = None
         if self.is_known or self.is_loading or (self._is_local and self.is_gone):
-            is_healthy = await self._look(attempts, is_idle, is_alive)
+            is_healthy = await self._look(attempts, running, is_alive)
         if self._needs_props and not self.is_gone and not self.is_loading:
             await self.learn_props()
         return is_healthy
 
-    async def _look(self, attempts: int, is_idle: bool, is_alive: Callable[[], Any]) -> bool:
+    async def _look(
+        self, attempts: int, running: Collection[str], is_alive: Callable[[], Any]
+    ) -> bool:
         """An idle one is asked for its health only."""
-        self._liveness.ask()
-        if not self.is_known or (is_idle and attempts == self._looked_at):
-            if is_healthy := await is_alive():
-                self._liveness.saw(False, None)
-                self.busy_slots = 0 if self.is_known else None
-            return bool(is_healthy)
-        path, self._looked_at = self._looks[0], attempts
+        only = self._only
+        if self.is_router and not self.is_gone:
+            return await self._look_at_models(running)
+        if self.is_known and (running or attempts != self._looked_at):
+            self._looked_at = attempts
+            return await only.look()
+        only.liveness.ask()
+        if is_healthy := await is_alive():
+            only.liveness.saw(False, None)
+            only.rest(self.is_known)
+        return bool(is_healthy)
+
+    async def _look_at_models(self, running: Collection[str]) -> bool:
+        """A router's: which are in memory, and how do those get on that have calls?
+
+        The others are left alone: a question about one counts as a use of it, and keeps it there.
+        """
+        for one in (self._only, *map(self.of, running)):
+            one.liveness.ask()
         try:
-            async with asyncio.timeout(HEALTH_LIMIT_S):
-                status, body = await self._get(path, FLIGHT_WINDOW_BYTES)
+            status, body = await self._only.get("/models")
         except (*NO_ANSWER, ValueError):
             return False
-        found = json_at(body) if status == 200 and path == "/slots" else None
-        if isinstance(found, list):
-            slots = [slot for slot in found if isinstance(slot, dict)]
-            busy = [slot for slot in slots if slot.get("is_processing")]
-            moves = ("id_task", "n_prompt_tokens_processed", "next_token")
-            self._liveness.saw(bool(busy), [[slot.get(name) for name in moves] for slot in busy])
-            self.busy_slots = len(busy)
-            self.context_used = sum(_whole(slot, "n_prompt_tokens") for slot in slots)
-        elif status == 200 and path == "/metrics":
-            counts = dict(re.findall(rb"^llamacpp:(\w+) (\S+)", body, re.MULTILINE))
-            moving = counts.get(b"prompt_tokens_total"), counts.get(b"tokens_predicted_total")
-            self._liveness.saw(counts.get(b"requests_processing") != b"0", moving)
-        else:
-            self._liveness.saw(True, None)
-            if len(self._looks) > 1 and status not in TRANSIENT:  # else it has a bad moment
-                self._looks.pop(0)
+        listed = _mapping(json_at(body)).get("data") if status == 200 else None
+        self._only.liveness.saw(True, None)  # of a model that it does not list, it may be at work
+        before = self.lanes(), self.context_tokens
+        if isinstance(listed, list):
+            self._take_models([_mapping(entry) for entry in listed])
+        asked = []
+        for name, one in self.models.items():
+            if one.state == "loaded" and one.needs_props:
+                with contextlib.suppress(*NO_ANSWER, ValueError):
+                    await one.learn()
+            if one.state == "loaded" and name in running:
+                asked.append(one.look())
+                continue
+            one.rest()
+            one.liveness.saw(name in running, None)  # it waits for its model, and that is alive
+        await asyncio.gather(*asked)
+        if before != (self.lanes(), self.context_tokens):
+            self.on_change(False)
         return True
 
+    def _take_models(self, listed: list[dict[str, Any]]) -> None:
+        """What /models says: names, states, and the context of what is loaded."""
+        found, self._aliases = dict[str, Instance](), {}
+        for entry in listed:
+            if not (name := str(entry.get("id") or "")):
+                continue
+            one = found[name] = self.models.get(name) or Instance(self._get, name)
+            state = str(_dict(entry, "status").get("value", "loaded"))
+            if one.state != state:
+                one.needs_props, one.prompts = True, Prompts()  # another process than before
+            one.state = state
+            one.slot_tokens = _whole(_dict(entry, "meta"), "n_ctx") or one.slot_tokens
+            aliases = entry.get("aliases")
+            for alias in aliases if isinstance(aliases, list) else ():
+                self._aliases[str(alias)] = name
+        self.models = found
+
     async def learn_props(self) -> None:
-        """What it says of itself: slots, context, and the model it runs."""
-        before = self.model
+        """What it says of itself: slots, context, and the model it runs; or that it is a router."""
+        before, only = self.model, self._only
         with contextlib.suppress(*NO_ANSWER, ValueError):
-            async with asyncio.timeout(HEALTH_LIMIT_S):
-                status, body = await self._get("/props", FLIGHT_WINDOW_BYTES)
-            self._needs_props = status == 503
-            props = json_at(body) if status == 200 else None
-            if isinstance(props, dict):
-                general = _dict(props, "default_generation_settings")
+            status, props = await only.learn()
+            self._needs_props = only.needs_props
+            self.is_router = props.get("role") == "router" or (not props and self.is_router)
+            if self.is_router:
+                self.is_known, self.model = True, ""
+                await self._look_at_models(())
+            elif props:
+                self.models, self._aliases = {}, {}
                 self.model = Path(str(props.get("model_path", ""))).name
-                self.slots = _whole(props, "total_slots") or None
-                self.is_known = bool(general) and self.slots is not None
-                self._looks = ["/slots", "/metrics", "/health"]
-                self.slot_tokens = _whole(general, "n_ctx")
-                self.context_tokens = self.slot_tokens * (self.slots or 0)
+                is_told = bool(_dict(props, "default_generation_settings"))
+                self.is_known = is_told and only.slots is not None
             elif status in (404, 405, 501):
                 self.is_known = False
         if is_other := bool(before) and self.model != before:
-            log.warning("%s runs %s now", self.base, printable(self.model))
-            self.prompts = Prompts()
+            log.warning("%s runs %s now", self.base, printable(self.model) or "a router")
+            only.prompts = Prompts()
         self.on_change(is_other)
 
 
@@ -4267,6 +4459,7 @@ class Link(ResponseHandler):
     patience_s = 0.0  # for the first byte, beyond `limit_s`, of a server that answers meanwhile
     is_waited_for = False  # beyond that
     is_bodiless = False
+    model = ""  # that is asked
     message: Any = None
     payload: Any = None
     error: BaseException | None = None
@@ -4544,10 +4737,10 @@ class Health:
         if self._check is not None:
             self._check.cancel()
 
-    async def attend(self, load: Callable[[], tuple[int, int]]) -> None:
+    async def attend(self, load: Callable[[], tuple[int, Collection[str]]]) -> None:
         """Keep an eye on a llama.cpp, a server of ours that is not there yet, a silent one.
 
-        `load`: how many attempts there have been, and how many calls run.
+        `load`: how many attempts there have been, and which lanes have calls.
         """
         if not await self.is_alive() and self.is_reachable is None:
             why = "does not answer yet; calls get 502 until it does, or wait while it loads"
@@ -4557,7 +4750,7 @@ class Health:
             await asyncio.sleep(LOOK_S)
             try:
                 attempts, running = load()
-                found = await self.llama.attend(attempts, not running, self.is_alive)
+                found = await self.llama.attend(attempts, running, self.is_alive)
                 self.is_healthy = self.is_healthy if found is None else found
                 if self._is_silent and time.monotonic() - self.checked_at > SILENT_LOOK_S:
                     self._is_silent = False
@@ -4573,7 +4766,7 @@ class Health:
         """
         silent_s = now - link.heard_at
         if self.llama.is_known or not link.patience_s or link.message is not None:
-            return self.llama.is_over(link.heard_at, link.limit_s, now)
+            return self.llama.is_over(link.model, link.heard_at, link.limit_s, now)
         self._is_silent |= silent_s > link.limit_s / 2
         is_alive = now - self._answered_at < SILENT_LOOK_S + link.limit_s / 2
         link.is_waited_for |= is_alive and silent_s >= link.limit_s
@@ -4667,7 +4860,8 @@ class Upstream:
 
     def resize(self) -> None:
         """Give the gate the sizes that the settings, or llama.cpp, say."""
-        rule, settings, slots = self.rule, self._settings, self.llama.slots
+        rule, settings, lanes = self.rule, self._settings, self.llama.lanes()
+        slots = sum(lanes.values()) or self.llama.of("").slots
         self.gate.limit(rule.rpm or settings.rpm, rule.tpm or settings.tpm)
         wanted = rule.concurrency or settings.concurrency
         calls = wanted if isinstance(wanted, int) else slots or 16
@@ -4678,17 +4872,16 @@ class Upstream:
             tokens = tokens or Adaptive.MOST * 4000
         else:
             self.gate.adaptive = None
-        if tokens is None and wanted == "auto" and self.llama.context_tokens:
-            tokens = max(self.llama.context_tokens, calls * 1000)
+        if tokens is None and wanted == "auto" and (context := self.llama.context_tokens):
+            tokens = max(context, calls * 1000)
+        self.gate.lanes.slots = lanes if wanted == "auto" else {}
         self.gate.resize(calls, max(1, (tokens or calls * 4000) // 1000))
 
     def shown(self) -> dict[str, Any]:
         gate, llama = self.gate, self.llama
         return {
             "name": self.name, "url": self.base, "state": self.health.state,
-            "model": llama.model, "llama_cpp": llama.is_known, "slots": llama.slots,
-            "busy_slots": llama.busy_slots, "context_tokens": llama.context_tokens,
-            "context_used": llama.context_used, **llama.speeds.shown(),
+            **llama.shown(), **llama.speeds.shown(),
             "is_adaptive": gate.adaptive is not None,
             "concurrency": gate.slots, "inflight_tokens": gate.capacity * 1000,
             "running": gate.running, "queued": gate.queued,
@@ -4751,14 +4944,16 @@ class Upstream:
 
     def attend(self) -> Coroutine[Any, Any, None]:
         """Keep an eye on it, until cancelled."""
-        return self.health.attend(lambda: (self.attempts, self.gate.running))
+        return self.health.attend(
+            lambda: (self.attempts, {permit.demand.lane for permit in self.gate.permits})
+        )
 
     # -- requests
 
     async def open(
         self, method: str, raw_path: str, block: bytes, body: bytes = b"", *,
         first_s: float = HEALTH_LIMIT_S, total_s: float | None = None, patience_s: float = 0.0,
-        is_fresh: bool = False,
+        is_fresh: bool = False, model: str = "",
     ) -> Link:  # fmt: skip
         """Send a request; returns its connection, on which the answer has not begun yet.
 
@@ -4773,7 +4968,7 @@ class Upstream:
             raise
         self.health.reached(True)
         link.begin(first_s, total_s, method == "HEAD")
-        link.patience_s = patience_s
+        link.patience_s, link.model = patience_s, model
         target = self._origin + join_path(self._base_path, raw_path)
         line = bytes_of_text(f"{method} {target} HTTP/1.1\r\nHost: {self._host}\r\n")
         if link.transport is None:
@@ -6937,10 +7132,12 @@ class Router:
         places = copies(request.doc) if llama.is_known else 1
         read = prompt  # what is cached is no work
         if llama.is_known and prompt >= 2000 and request.doc:
-            read = round(prompt * llama.prompts.unread_share(request.pieces))
+            prompts = llama.of(target.model).prompts
+            read = round(prompt * prompts.unread_share(request.pieces))
         return Demand(
             weight or max(1, read // 1000), prompt, output, record.client, request.priority,
             target.model, len(request.sent), target.circuit, places, target.learned.usual_s,
+            lane=llama.lane(target.model),
         )  # fmt: skip
 
     @staticmethod
@@ -6979,7 +7176,10 @@ class Router:
             # A plain answer is silent until it is whole: allow for what it has to write.
             first_s += lease.demand.output_tokens * target.learned.token_s
         patience_s = 0.0 if is_literal or is_learned else max(FIRST_BYTE_S, first_s)
-        limits = {"first_s": first_s, "total_s": settings.total_timeout, "patience_s": patience_s}
+        limits = {
+            "first_s": first_s, "total_s": settings.total_timeout, "patience_s": patience_s,
+            "model": target.model,
+        }  # fmt: skip
         usage_body = None
         # llama.cpp tells it in `timings` as well; only who wants a plain answer needs the field.
         may_ask = is_stream and request.route is not None and request.route.takes_usage
@@ -7317,7 +7517,8 @@ class Settling:
             if (llama := lease.target.upstream.llama).is_known:
                 llama.speeds.add(plain[-SLICE_BYTES:])
                 if request.doc and not usage.is_estimated and copies(request.doc) == 1:
-                    lease.reading = llama.prompts.took(request.pieces, usage)
+                    prompts = llama.of(lease.target.model).prompts
+                    lease.reading = prompts.took(request.pieces, usage)
             if not flight.passes:
                 self._accounts.bodies(record, request.body, plain)
                 # Keep a whole and good answer, where nothing newer is on its way.
@@ -8325,6 +8526,9 @@ def _upstreams(status: dict[str, Any]) -> Table:
         add(name, limit, upstream["state"])
         if upstream["llama_cpp"]:
             add(*_llama(upstream))
+        for model in upstream["models"]:
+            if model["state"] != "unloaded":
+                add(f"  {model['name']}", _slots(model), model["state"].replace("loaded", ""))
         for key in upstream["keys"]:
             add(f"  key {key['name']}", f"{key['calls']} calls{_used(key)}", key["state"])
     for client in status["clients"]:
@@ -8346,13 +8550,19 @@ def _upstreams(status: dict[str, Any]) -> Table:
 
 def _llama(upstream: Mapping[str, Any]) -> tuple[str, str]:
     """Of a llama.cpp: slots that are busy, how full its context is, and its speeds."""
-    busy, total = upstream["busy_slots"], upstream["context_tokens"]
-    slots = f"  {'?' if busy is None else busy}/{upstream['slots']} slots busy"
-    slots += f", context {upstream['context_used'] / total:.0%} of {short(total)}" if total else ""
+    slots = f"  {_slots(upstream)}"
     if (output := upstream["output_tokens_per_s"]) is None:
         return slots, ""
     prompt, cached = upstream["prompt_tokens_per_s"] or 0, upstream["cache_hit_share"] or 0
     return slots, f"{short(output)} tok/s, prompt {short(prompt)}/s, {cached:.0%} cached"
+
+
+def _slots(found: Mapping[str, Any]) -> str:
+    busy, total = found["busy_slots"], found["context_tokens"]
+    text = f"{'?' if busy is None else busy}/{found['slots'] or '?'} slots busy"
+    if not total:
+        return text
+    return text + f", context {found['context_used'] / total:.0%} of {short(total)}"
 
 
 def _used(limits: Mapping[str, Any]) -> str:

@@ -51,7 +51,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import aiohttp
 import anthropic
@@ -204,6 +203,7 @@ class Upstream:
     def __init__(self, answer: Answering) -> None:
         self.answer = answer
         self.asked: list[Exchange] = []
+        self.questions: list[str] = []
         self.health = 200
         self.facts: dict[str, tuple[int, Any]] = {}  # of /props, /slots, /metrics
         self.is_mute = False  # nothing is answered, not even these
@@ -228,10 +228,12 @@ class Upstream:
                 exchange = Exchange(head, await self._body(head, reader), writer)
                 if self.is_mute:
                     await reader.read()
-                if exchange.target in ("/health", "/props", "/slots", "/metrics"):
+                target = exchange.target
+                if target in ("/health", "/props", "/slots", "/metrics", *self.facts):
                     status, fact = self.facts.get(exchange.target, (404, {}))
                     status = self.health if exchange.target == "/health" else status
                     self.question = exchange
+                    self.questions.append(target)
                     text = fact if isinstance(fact, str) else json.dumps(fact)
                     await exchange.plain(text.encode(), f"{status} X")
                     continue
@@ -3845,6 +3847,43 @@ async def test_what_does_not_yield() -> None:
         lows.clear()
 
 
+async def test_a_gate_with_lanes_holds_back_only_those_of_a_full_one(clock: FakeClock) -> None:
+    gate, cut = Gate(6, 100, clock), list[str]()
+    gate.lanes.slots = {"a": 2, "b": 2, "c": 2}
+    gate.forecast.service_s = 10.0
+
+    def cuts(name: str) -> bool:
+        cut.append(name)
+        return True
+
+    held = [await gate.enter(Demand(lane="a", priority="low", client="x"))]
+    wide = asyncio.create_task(gate.enter(Demand(lane="a", places=5, client="y")))
+    await settle()
+    narrow = asyncio.create_task(gate.enter(Demand(lane="a", client="z")))  # passes nobody in it
+    await settle()
+    assert not wide.done() and not narrow.done()
+    held += [await gate.enter(Demand(lane="b", priority="low", client=name)) for name in "pq"]
+    for permit, name in zip(held, "abb", strict=True):
+        permit.cut = functools.partial(cuts, name)
+    gate.dispatch()
+    assert cut == ["a"]  # one of b's would be of no use to those who wait
+    timing = Timing()
+    other = asyncio.create_task(gate.enter(Demand(lane="b", priority="low", client="v"), timing))
+    await settle()
+    assert timing.expected_s == pytest.approx(10.0)  # two in another lane are not before it
+    unknown = await gate.enter(Demand(lane="", client="w"))
+    held.pop(0).leave()
+    held += [await wide]
+    assert held[-1].places == 2 and not narrow.done()  # as many as the lane has
+    held.pop().leave()
+    held += [await narrow, unknown]
+    held.pop(0).leave()
+    held += [await other]
+    for permit in held:
+        permit.leave()
+    assert not any(gate.lanes.taken.values()) and not gate.taken
+
+
 async def test_a_gate_makes_room_for_those_before_the_batch(clock: FakeClock) -> None:
     gate, cut = Gate(2, 100, clock), list[str]()
 
@@ -4001,12 +4040,11 @@ async def test_a_silent_server_is_watched(monkeypatch: Patch) -> None:
         script.parts = WHOLE
         script.go.clear()
         async with stand_in(script, timeout=timeout_s, retries=0, dedup="off") as (up, caller):
-            facts = {**up.facts, "/slots": (503, {})}
-            up.facts = spy = mock.Mock(wraps=facts)
+            facts = up.facts = {**up.facts, "/slots": (503, {})}
             began_at = time.monotonic()
             call = asyncio.create_task(caller.fetch(ask()))
-            await until(lambda: str(spy.mock_calls).count("/slots") > 1)
-            assert "/metrics" not in str(spy.mock_calls)  # a bad moment is not "I have none"
+            await until(lambda: up.questions.count("/slots") > 1)
+            assert "/metrics" not in up.questions  # a bad moment is not "I have none"
             facts |= busy
             if "/metrics" not in busy:
                 await until(lambda: first(caller)["busy_slots"])
@@ -4035,6 +4073,97 @@ async def test_a_silent_server_is_watched(monkeypatch: Patch) -> None:
         watched({"/slots": none, "/metrics": none}, None, 0.4),  # /health is all that is left
         watched({"/slots": (200, slots)}, None, 30),
     )  # fmt: skip
+
+
+ROUTER = {"role": "router", "max_instances": 4, "default_generation_settings": {"n_ctx": 0}}
+
+
+async def test_a_router_is_known_by_model(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(llmproxy, "LOOK_S", 0.03)
+    script = Script()
+    script.parts = WHOLE
+    more: dict[str, Any] = {"concurrency": "auto", "dedup": "off", "retries": 0, "timeout": 0.4}
+
+    def put(**states: str) -> None:
+        listed = [
+            {"id": f"org/{name}", "aliases": [name], "status": {"value": state}, "meta": None}
+            for name, state in states.items()
+        ]
+        up.facts["/models"] = 200, {"data": [*listed, {"id": ""}, "no model"]}
+
+    def slots(name: str, busy: bool, total: int = 2) -> None:
+        query = f"?model=org%2F{name}&autoload=false"
+        props = {**PROPS, "total_slots": total}
+        up.facts["/props" + query] = 200, props
+        found = {"is_processing": busy, "n_prompt_tokens": 70 * busy, "id_task": 1}
+        up.facts["/slots" + query] = 200, [found, *[{"is_processing": False}] * (total - 1)]
+
+    def models() -> list[tuple[Any, ...]]:
+        found = first(caller)["models"]
+        return [(m["name"], m["state"], m["slots"], m["busy_slots"]) for m in found]
+
+    async with upstream(script) as up:
+        up.facts = {"/props": (200, ROUTER)}
+        put(one="loaded", two="unloaded")
+        slots("one", False)
+        async with proxy(up.base, **more) as caller:
+            await until(lambda: first(caller)["llama_cpp"])
+            await until(lambda: models()[:1] == [("org/one", "loaded", 2, 0)])
+            assert models()[1:] == [("org/two", "unloaded", None, 0)]
+            shown = first(caller)
+            assert (shown["slots"], shown["context_tokens"], shown["concurrency"]) == (2, 2048, 6)
+
+            script.go.clear()
+            slots("one", True)
+            calls = start(caller, *(ask(f"{n}", model="one") for n in range(3)))
+            await until(lambda: up.calls == 2 and first(caller)["queued"] == 1)
+            calls += start(caller, ask("x", model="two"), ask("y", model="org/two"))
+            await until(lambda: up.calls == 4)  # the queue holds back those of a full one only
+            await until(lambda: models()[0][3] == 1 and first(caller)["context_used"] == 70)
+            put(one="loaded", two="loading")
+            await asyncio.sleep(1.2)  # three times --timeout: the one works, the other is loaded
+            assert not any(call.done() for call in calls) and first(caller)["state"] == "up"
+            slots("two", False, 1)
+            put(one="loaded", two="loaded")
+            await until(lambda: models()[1] == ("org/two", "loaded", 1, 0))
+            await until(lambda: first(caller)["concurrency"] == 3)
+            found = [await call for call in calls[3:]]  # it is in memory and has nothing to do
+            assert {(status, code_of(body)) for status, _, body in found} == {
+                (504, "upstream_timeout")
+            }
+            assert not any(call.done() for call in calls[:3])
+            script.go.set()
+            assert {(await call)[0] for call in calls[:3]} == {200}
+
+            await until(lambda: not first(caller)["running"])
+            before = len(up.questions)
+            await until(lambda: len(up.questions) > before + 3)
+            assert set(up.questions[before + 1 :]) <= {"/models", "/props"}
+            put(one="sleeping")
+            await until(lambda: models() == [("org/one", "sleeping", 2, 0)])
+            up.facts = {"/props": (200, PROPS), "/slots": (200, [])}  # a plain one, in its place
+            caller.gateway.upstreams[0].llama.doubt()
+            await until(lambda: first(caller)["model"] == "a.gguf")
+            assert not models() and first(caller)["concurrency"] == first(caller)["slots"] == 2
+        asked = [q for q in up.questions if "model=" in q]
+        assert asked and all(q.endswith("&autoload=false") for q in asked)  # none makes it load
+
+
+async def test_what_a_router_says_of_its_models_may_be_anything() -> None:
+    said: list[Any] = [
+        None, [], {}, {"data": 3}, {"data": [None, {"id": 3, "aliases": 4, "status": "x"}]},
+        {"data": [{"id": "m", "aliases": [None, {}], "status": {"value": []}, "meta": []}]},
+        {"data": [{"id": "m", "status": {"value": "loaded"}, "meta": {"n_ctx": -5}}]},
+    ]  # fmt: skip
+    async with upstream() as up:
+        up.facts = {"/props": (200, ROUTER)}
+        for listed in said:
+            up.facts["/models"] = 200, listed
+            async with proxy(up.base, concurrency="auto") as caller:
+                await until(lambda: first(caller)["llama_cpp"])
+                for model in "m", "3", "other":
+                    assert (await caller.fetch(ask("hi", model=model)))[0] == 200
+                assert "up" in first(caller)["state"] and caller.status()["in_flight"] == 0
 
 
 # ---- Gateway: transparency --------------------------------------------------
@@ -6258,7 +6387,8 @@ def llama(port: int, slots: int = 2, *more: Any, model: Path = MODEL) -> Iterato
             (LLAMA / (lib.name.split(".so.")[0] + ".so.0")).symlink_to(lib.name)
     # One thread: two would wait for each other where something else is running.
     words = f"--host 127.0.0.1 --port {port} -np {slots} -c {1024 * slots} -t 1 --metrics --slots"
-    args = [LLAMA / "llama-server", "-m", model, *words.split(), *more]
+    which = "--models-dir" if model.is_dir() else "-m"
+    args = [LLAMA / "llama-server", which, model, *words.split(), *more]
     null = subprocess.DEVNULL
     proc = subprocess.Popen([*map(str, args)], stdout=null, stderr=null)
     try:
@@ -6487,6 +6617,45 @@ async def test_llama_goes_and_comes_back_as_another_for_those_who_wait(tmp_path:
             assert first(caller)["state"] == "up"
             assert await caller.fate(kept) == "miss"  # not what the other model said
             assert not caller.status()["open_circuits"]
+
+
+async def test_llama_router_is_known_by_model(tmp_path: Path) -> None:
+    for name in "one", "two":
+        (tmp_path / f"{name}.gguf").symlink_to(MODEL)
+    more: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+    with llama(free_port(), 2, model=tmp_path) as (_, base):
+        await asyncio.to_thread(body_of, base + "/health", 60)
+        async with known(base, concurrency="auto", abandon="cancel", LOOK_S=0.1) as caller:
+
+            def states() -> list[tuple[str, str, int | None]]:
+                found = first(caller)["models"]
+                return [(model["name"], model["state"], model["slots"]) for model in found]
+
+            assert sorted(states()) == [("one", "unloaded", None), ("two", "unloaded", None)]
+            assert first(caller)["concurrency"] == 8  # what is usual, until it says
+            create = caller.openai().chat.completions.create
+            bodies = [ask(f"Say {n}", model="one", max_tokens=4) for n in range(3)]
+            made = await asyncio.gather(*(create(**body, extra_body=more) for body in bodies))
+            assert [answer.usage.completion_tokens for answer in made] == [4] * 3
+            await until(lambda: ("one", "loaded", 2) in states())
+            assert ("two", "unloaded", None) in states()  # looking at it has not loaded it
+            assert (first(caller)["concurrency"], first(caller)["slots"]) == (6, 2)
+
+            long = {"max_tokens": 900, "ignore_eos": True, "stream": True}
+            bodies = [ask(f"long {n}", model="one", **long) for n in range(3)]
+            streams = [asyncio.create_task(caller.fetch(body)) for body in bodies]
+            await until(lambda: first(caller)["running"] == 2 and first(caller)["queued"] == 1)
+            await until(lambda: first(caller)["models"][0]["busy_slots"] == 2)
+            assert (await caller.fetch(ask("hi", model="two", **more)))[0] == 200
+            assert not any(stream.done() for stream in streams)
+            await until(lambda: ("two", "loaded", 2) in states())
+            assert first(caller)["concurrency"] == 4
+            for stream in streams:
+                stream.cancel()
+            await until(lambda: not first(caller)["running"])
+            status, _, body = await caller.fetch(ask("x " * 3000, model="two"))
+            assert (status, json.loads(body)["error"]["type"]) == (400, "exceed_context_size_error")
+            assert (await caller.fetch(ask("hi", model="three")))[0] == 400
 
 
 # ---- Documents and shape ----------------------------------------------------
