@@ -17,8 +17,8 @@ The caller who leads carries the upstream call in the task of its own connection
 the same flight. That a caller hangs up, the leader included, takes nothing from the others.
 
 Sections, each using only what stands above it: Errors, Settings, Flow control, Wire, Money,
-Ledger, Llama, Upstream, Record, Callers, Guard, Rewriting, Flights, Calls, Control, Gateway, Live
-table, Mock, Server, Bench, Demo, Replay, Command line.
+Ledger, Llama, Upstream, Record, Callers, Guard, Rewriting, Flights, Calls, Control, Gateway, Opened
+calls, Live table, Mock, Server, Bench, Demo, Replay, Command line.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_bytes`, `_tokens`. Instants named `*_at`
 are monotonic. All state lives on one event loop in one thread: changes between two awaits are
@@ -118,6 +118,8 @@ V = TypeVar("V")
 QUEUED_BODIES_BYTES = 256 * 2**20  # all bodies that wait in the queue together
 FLIGHT_BYTES = 16 * 2**20  # an answer beyond this is passed on but no longer joined or kept
 FLIGHT_WINDOW_BYTES = 4 * 2**20  # of such an answer, what a slower caller may lag behind
+CAPTURES_BYTES = 64 * 2**20  # of all calls that can be opened, with their answers
+CAPTURE_BYTES = 4 * 2**20  # a body beyond this is not held for it
 SLICE_BYTES = 64 * 1024  # one write to a caller; also aiohttp's high-water mark
 KEPT_OVERHEAD_BYTES = 2048  # headers, keys and aliases of one kept answer, counted with it
 MAX_ALIASES = 4  # spellings of one body that skip the JSON parser
@@ -577,6 +579,9 @@ class Settings:
         text="the ledger, an SQLite file; none keeps nothing")
     log_bodies: str = setting("off", one_of("on", "off"), "", text=
         "on: the ledger keeps prompts and answers too, with what looks like a key struck out")
+    captures: int = setting(200, parse_count_or_zero, "calls", text=
+        "the last so many calls are held in memory with what was asked and answered, at most 64 "
+        "MiB of it, for the table and `llmproxy calls`; 0: none")
     retention: float = setting(90.0, parse_days, "days", "ledger rows are kept; 0: for ever")
     live: str = setting("auto", one_of("auto", "on", "off"), "", live=False, text=
         "the live table; auto: on a terminal")
@@ -5235,7 +5240,8 @@ class Record:
     """What has become of one caller's call so far."""
 
     client = "anonymous"
-    task = fate = code = upstream = fallback = ""
+    task = fate = code = why = upstream = fallback = ""
+    capture: Any = None  # while it is not over
     shared = request_id = ""
     status = attempts = id = 0
     state = ""  # of its row in the ledger
@@ -5400,6 +5406,8 @@ class Accounts:
         if settings.state != "none":
             self.ledger = Ledger(state_path(settings.state), lambda: settings.retention)
         self.is_read = True  # what was spent before
+        ids = itertools.count(1).__next__
+        self.new_id: Callable[[], int] = ids if self.ledger is None else self.ledger.new_id
 
     def change(self, settings: Settings) -> None:
         """Take prices and budgets of changed settings. Raises ConfigError; nothing was changed."""
@@ -6537,6 +6545,102 @@ class Newest:
             self._readers[key].add(reader)
 
 
+@dataclass(slots=True, eq=False)
+class Capture:
+    """One call as it can be opened: what was asked, and what has come of it so far."""
+
+    record: Record
+    body: bytes  # as it came, uncoded
+    lost_bytes: int = 0  # of a body that is too large
+    size_bytes: int = 0  # that it counts for
+    answer: Flight | Kept | None = None
+    is_over: bool = False
+
+    def shown(self) -> dict[str, Any]:
+        """All of it for people, without secrets; `body` is null where it is no text."""
+        record, answer = self.record, self.answer
+        request = record.request
+        pairs = [(name, line.partition(b": ")[2]) for name, line in request.headers.lines]
+        pairs += [(name, bytes_of_text(request.low[name])) for name in request.headers.own]
+        headers = {
+            name: "***" if name in CREDENTIALS else self._text(value.strip())
+            for name, value in pairs if name != "content-encoding"
+        }  # fmt: skip
+        path = self._text(bytes_of_text(without_keys(request.raw_path, request.own_keys)))
+        said: dict[str, Any] | None = None
+        if isinstance(answer, Kept):
+            kind = "text/event-stream" if answer.is_stream else "application/json"
+            said = {"status": 200, "type": kind, **self._body(answer.body)}
+        elif answer is not None and answer.head is not None:
+            head, lost = answer.head, answer.dropped_bytes
+            held = b"" if head.is_coded else answer.held()
+            lost += (answer.size_bytes - lost) * head.is_coded
+            said = {"status": head.status, "type": head.kind, **self._body(held, lost)}
+        return {
+            **self.row(), "url": path, "changed": request.changed, "why": self._struck(record.why),
+            "request": {"headers": headers, **self._body(self.body, self.lost_bytes)},
+            "answer": said,
+        }  # fmt: skip
+
+    def row(self) -> dict[str, Any]:
+        return {**self.record.shown(), "is_running": not self.is_over}
+
+    def _struck(self, text: str) -> str:
+        text = struck_text(text)
+        for key in self.record.request.own_keys:
+            text = text.replace(key, "***")
+        return text
+
+    def _text(self, data: bytes) -> str:
+        return self._struck(data.decode("utf-8", "replace"))
+
+    def _body(self, data: bytes, lost_bytes: int = 0) -> dict[str, Any]:
+        text = None if b"\0" in data[:SLICE_BYTES] else self._text(data)
+        return {"body": text, "bytes": len(data) + lost_bytes, "lost_bytes": lost_bytes}
+
+
+class Captures:
+    """The last calls that can be opened, in memory only; the oldest go first.
+
+    Bounded in number by `captures`, and in bytes of bodies and answers together by CAPTURES_BYTES;
+    an answer that several calls wait for counts for each of them.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.held: OrderedDict[int, Capture] = OrderedDict()  # by the number of the call
+        self.size_bytes = 0
+
+    def open(self, record: Record) -> None:
+        """A call has been read; it is followed until it is over."""
+        body = record.request.body
+        if not self._settings.captures or not body:
+            return
+        held = body if len(body) <= CAPTURE_BYTES else b""
+        capture = Capture(record, held, len(body) - len(held))
+        record.capture = self.held[record.id] = capture
+        self._add(capture, len(held))
+
+    def close(self, record: Record) -> None:
+        capture: Capture = record.capture
+        record.capture, capture.is_over, answer = None, True, capture.answer
+        if self.held.get(record.id) is not capture or answer is None:
+            return
+        if isinstance(answer, Kept):
+            self._add(capture, len(answer.body))
+        elif answer.is_done:  # else it goes on for others, and counts for those
+            self._add(capture, answer.size_bytes - answer.dropped_bytes)
+
+    def _add(self, capture: Capture, size_bytes: int) -> None:
+        capture.size_bytes += size_bytes
+        self.size_bytes += size_bytes
+        self.shrink()
+
+    def shrink(self) -> None:
+        while len(self.held) > self._settings.captures or self.size_bytes > CAPTURES_BYTES:
+            self.size_bytes -= self.held.popitem(last=False)[1].size_bytes
+
+
 class Answers:
     """How a caller's answer begins and ends: headers of ours, errors in the caller's dialect."""
 
@@ -6642,7 +6746,7 @@ class Answers:
         self, reply: Reply, record: Record, error: ProxyError, gap: bytes, said: bytes = b""
     ) -> None:
         """The last event of a stream that has begun."""
-        request, record.code = record.request, error.code
+        request, record.code, record.why = record.request, error.code, error.message
         said = said or b"data: " + error_body(error, request.dialect, request.trace) + b"\n\n"
         name = b"event: error\n" if request.dialect == "anthropic" else b""
         reply._send(reply.frame(gap + name + said))
@@ -6657,6 +6761,8 @@ class Answers:
         request.model, request.is_stream = kept.model, kept.is_stream
         record.saved_micros = kept.cost_micros
         record.request_id = kept.request_id or request.trace
+        if record.capture is not None:
+            record.capture.answer = kept
         self.accounts.ended(record)  # before anybody has the answer
         low = {"content-type": "text/event-stream"} if kept.is_stream else {}
         if kept.request_id:
@@ -6681,7 +6787,7 @@ class Answers:
         """An error of our own, in the caller's dialect; too late where a plain answer has begun."""
         if reply.is_over:
             return
-        record.code = error.code
+        record.code, record.why = error.code, error.message
         if reply.is_begun and reply.is_stream and reply.takes_now:
             self._say_error(reply, record, error, b"\n\n")
             return
@@ -7647,7 +7753,7 @@ class Leader:
         finally:
             self.tasks.discard(task)
             self._flights.land(flight)
-            flight.lease = flight.task = None
+            flight.lease = flight.task = flight.upload = None
             flight.finish(error)
             record.request.let_go()
 
@@ -7876,7 +7982,7 @@ def check_open(settings: Settings) -> None:
         raise ConfigError(why + "(llmproxy key new NAME) or say --allow-open")
 
 
-ACTIONS = ("pause", "resume", "clear", "close", "reload", "save")
+ACTIONS = ("pause", "resume", "clear", "close", "reload", "save", "resend")
 LIVE = [name for name, item in SETTINGS.items() if item.metadata["live"]]
 
 
@@ -7980,6 +8086,7 @@ class Control:
                 upstream.gate.retime(settings.queue_timeout)
             upstream.resize()
         gateway.flights.shrink(settings.cache_bytes)
+        gateway.captures.shrink()
 
     def pause(self, is_paused: bool) -> str:
         self.is_paused = is_paused
@@ -7987,10 +8094,50 @@ class Control:
             upstream.gate.pause(is_paused)
         return "paused: new calls wait in the queue" if is_paused else "going on"
 
-    async def act(self, action: str, wanted: Mapping[str, Any]) -> str:
-        """Pause, resume, clear what is kept, close circuits, reload; returns what was done.
+    async def resend(self, number: Any) -> int:
+        """Ask a held call once more, as its caller did; returns the number of the new one.
 
-        `wanted`: upstream, model and path of the circuit to close; none of them: all.
+        It goes the way of every call, but nothing that is kept or running answers it.
+        Raises ConfigError: it is not held, or was refused at once.
+        """
+        gateway = self._gateway
+        held = gateway.captures.held
+        capture = held.get(number) if isinstance(number, int) else None
+        if capture is None or capture.lost_bytes:
+            raise ConfigError(f"call {printable(str(number))} is not held")
+        request, trace, url = capture.record.request, new_trace(), URL(gateway.url)
+        own = [name for name in request.headers.own if name != "x-llmproxy-newest"]
+        lines = [f"{name}: {request.low[name]}" for name in own]
+        lines += [f"x-request-id: {trace}", "cache-control: no-cache", "connection: close"]
+        head = f"{request.method} {request.raw_path} HTTP/1.1\r\nhost: {request.host}\r\n"
+        head += f"content-length: {len(capture.body)}\r\n" + "\r\n".join(lines) + "\r\n"
+        left = "content-encoding", "cache-control", "connection"
+        block = bytes_of_text(head) + request.headers.block(left) + b"\r\n"
+
+        async def send() -> None:
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            try:
+                writer.write(block + capture.body)
+                while await reader.read(SLICE_BYTES):
+                    pass
+            finally:
+                writer.close()
+
+        task = gateway.answers.spawn(send())
+        while True:
+            for new, other in reversed(held.items()):
+                if other.record.request.trace == trace:
+                    return new
+            if task.done():
+                raise ConfigError("it was refused at once; see the last calls")
+            await asyncio.sleep(0.01)
+
+    async def act(self, action: str, wanted: Mapping[str, Any]) -> str:
+        """Pause, resume, clear what is kept, close circuits, reload, send a call again; returns
+        what was done.
+
+        `wanted`: upstream, model and path of the circuit to close, none of them: all; the `id` of
+        the call.
         Raises ConfigError: it cannot be done.
         """
         gateway, known = self._gateway, ("upstream", "model", "path")
@@ -8009,6 +8156,8 @@ class Control:
             return f"closed {len(fits)} circuits"
         if action in ("reload", "save"):
             return await self.reload() if action == "reload" else f"saved in {self.save()}"
+        if action == "resend":
+            return f"sent again as call {await self.resend(wanted.get('id'))}"
         raise ConfigError(f"unknown action {printable(action)}; known: {', '.join(ACTIONS)}")
 
 
@@ -8038,8 +8187,13 @@ class Admin:
                 doc = await self._operate(name, request, upload)
             elif name == "calls" or name.startswith("trace/"):
                 doc = await self._read(name, query)
+            elif name.startswith("captures"):
+                doc = await self._gateway.captured(name.removeprefix("captures").lstrip("/"))
             else:
-                known = ", ".join([*self._routes, "calls", "trace/ID", "settings", "do/ACTION"])
+                known = ", ".join([
+                    *self._routes, "calls", "trace/ID", "captures", "captures/ID", "settings",
+                    "do/ACTION",
+                ])
                 raise ProxyError("not_found", f"admin routes: {known}")
         except ProxyError as error:
             answers.refuse(reply, record, error)
@@ -8195,6 +8349,7 @@ class Gateway:
         self.counters = Counters(clock)
         self.accounts = Accounts(settings, self.counters)
         self.flights = Flights(clock)
+        self.captures = Captures(settings)
         self.answers = Answers(settings, self.accounts)
         base = settings.upstream
         rules = settings.upstreams or [UpstreamRule(URL(base).authority, base, keys=settings.keys)]
@@ -8261,8 +8416,7 @@ class Gateway:
             return await self.admin.answer(record, upload, reply)
         self.callers.add(record)
         self.counters.requests += 1
-        if self.accounts.ledger is not None:
-            record.id = self.accounts.ledger.new_id()
+        record.id = self.accounts.new_id()
         flight: Flight | None = None
         try:
             self.guard.check(record)
@@ -8271,6 +8425,7 @@ class Gateway:
             if request.is_model_list and (len(self.upstreams) > 1 or self.rewriter.names()):
                 return await self.list_models(reply, record)
             await self.read(record, upload)
+            self.captures.open(record)
             found = self.joiner.join(record, upload)
             if isinstance(found, tuple):
                 self.newest.comes(record, reply.peer, None)
@@ -8315,6 +8470,8 @@ class Gateway:
     def follow(self, flight: Flight, reply: Reply, record: Record) -> Reader:
         """Have the flight's answer given to a caller from its beginning, at the caller's pace."""
         reader = Reader(flight, reply, record, self.answers)
+        if record.capture is not None:
+            record.capture.answer = flight
 
         def gone() -> None:
             self.callers.discard(record)
@@ -8348,6 +8505,8 @@ class Gateway:
             self.answers.take(record, flight)
             record.saved_micros = flight.record.answer_micros
         record.request.let_go()
+        if record.capture is not None:
+            self.captures.close(record)
         if not self._ended:
             asyncio.get_running_loop().call_later(FOLD_S, self.fold)
         self._ended.append(record)
@@ -8365,6 +8524,326 @@ class Gateway:
     def status(self) -> dict[str, Any]:
         return status_of(self)
 
+    async def captured(self, number: str = "") -> dict[str, Any]:
+        """A call that is held, or the rows of all, the newest first.
+
+        Raises ProxyError: not_found.
+        """
+        held = self.captures.held
+        if not number:
+            return {"calls": [capture.row() for capture in reversed(held.values())]}
+        capture = held.get(int(number)) if number.isdecimal() and len(number) < 20 else None
+        if capture is None:
+            why = f"call {printable(number)} is not held; captures is {self.settings.captures}"
+            raise ProxyError("not_found", why)
+        return await asyncio.to_thread(capture.shown)  # megabytes are searched for secrets
+
+
+###############################################################################
+# Opened calls
+###############################################################################
+# Rule: a call that is held, as people and tools read it: lines, curl, HAR, JSONL. Takes what the
+# route `captures/ID` says; knows no daemon and no screen.
+
+Line = tuple[str, str]  # style and text
+_TEXTS = ("text", "refusal", "transcript")
+_KEY_VARIABLE = "$LLMPROXY_API_KEY"
+
+
+def spoken(value: Any, who: str) -> Iterator[tuple[str, str]]:
+    """Heading and text of all that a message, or a part of one, holds, in any dialect."""
+    if isinstance(value, list):
+        for item in value:
+            yield from spoken(item, who)
+        return
+    if not isinstance(value, dict):
+        if value is not None:
+            yield who, value if isinstance(value, str) else json.dumps(value)
+        return
+    kind, who = str(value.get("type", "")), str(value.get("role") or who)
+    function = value if kind in ("tool_use", "function_call") else _dict(value, "function")
+    thought = next((t for n in THOUGHTS if isinstance(t := value.get(n), str) and t), None)
+    text = next((value[name] for name in _TEXTS if isinstance(value.get(name), str)), None)
+    if thought is not None:
+        yield f"{who}, thinking", thought
+    if kind == "reasoning":
+        yield from spoken([value.get("summary"), value.get("content")], f"{who}, thinking")
+    elif kind in ("tool_result", "function_call_output") or who == "tool":
+        known = (value.get(n) for n in ("tool_use_id", "tool_call_id", "call_id", "tool_name"))
+        which = next((name for name in known if name), "")
+        content = value.get("content", value.get("output"))
+        yield from spoken("" if content is None else content, f"result {which}".rstrip())
+    elif function.get("name"):
+        asked = function.get("arguments", function.get("input"))
+        asked = (json_at(asked) or asked) if isinstance(asked, str) else asked
+        text = asked if isinstance(asked, str) else json.dumps(asked, indent=1, ensure_ascii=False)
+        yield f"{who} calls {function['name']}", text
+    elif "content" in value or "tool_calls" in value:
+        yield from spoken(value.get("content"), who)
+        yield from spoken(value.get("tool_calls") or [], who)
+    elif text is not None:
+        yield who, text
+    elif thought is None:
+        whole = json.dumps(value, indent=1, ensure_ascii=False)
+        is_large = len(whole) > 2000  # a picture, a sound
+        yield who, f"[{kind or 'object'}, {len(whole)} characters]" if is_large else whole
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
+_PROMPTS = ("system", "instructions", "messages", "input", "prompt", "input_prefix", "input_suffix")
+
+
+def asked_of(body: str) -> Iterator[tuple[str, str]]:
+    """What a request says: messages, tools, parameters."""
+    doc = json_at(body)
+    if not isinstance(doc, dict):
+        yield "body", body
+        return
+    for name in _PROMPTS:
+        yield from spoken(doc.get(name), name if name in ("system", "instructions") else "user")
+    tools = doc.get("tools")
+    if isinstance(tools, list) and tools:
+        lines = []
+        for tool in map(_mapping, tools):
+            about = tool if "name" in tool else _dict(tool, "function")
+            first = (str(about.get("description") or "").strip().splitlines() or [""])[0]
+            lines.append(f"{about.get('name') or tool.get('type')}: {first}")
+        yield f"{len(tools)} tools", "\n".join(lines)
+    rest = {name: v for name, v in doc.items() if name not in (*_PROMPTS, "tools")}
+    yield "parameters", "\n".join(f"{n} = {json.dumps(v)[:300]}" for n, v in rest.items())
+
+
+def answered(kind: str, body: str) -> Iterator[tuple[str, str]]:
+    """What an answer says, plain or as a stream, from its beginning as far as it has come."""
+    data = body.encode("utf-8", "replace")
+    if kind == "text/event-stream" or body.startswith(("data:", "event:", ":")):
+        whole = Assembly()
+        whole.feed(data)
+        try:
+            doc = json_at(whole.plain()[1])
+        except ProxyError:
+            doc = _deltas(data)
+    elif "ndjson" in kind:
+        doc = _from_lines(data)
+    else:
+        doc = json_at(body)
+    if not isinstance(doc, dict) or not doc:
+        yield "answer", body
+        return
+    choices, data_list = (found if isinstance(found := doc.get(name), list) else []
+                          for name in ("choices", "data"))  # fmt: skip
+    for choice in map(_mapping, choices):
+        yield from spoken(choice.get("message", choice.get("text")), "assistant")
+    for name in ("message", "response", "content", "output"):
+        yield from spoken(doc.get(name), "assistant")
+    if data_list:
+        vector = _mapping(data_list[0]).get("embedding") or ()
+        yield "answer", f"{len(data_list)} of {len(vector)} numbers"
+    if "error" in doc:
+        yield "error", json.dumps(doc["error"], indent=1, ensure_ascii=False)
+    ends = [_mapping(choice).get("finish_reason") for choice in choices]
+    ends += [doc.get(name) for name in ("stop_reason", "stop_type", "done_reason", "status")]
+    if ends := [str(end) for end in ends if end]:
+        yield "end", ", ".join(ends)
+    for name in ("usage", "timings"):
+        if isinstance(found := doc.get(name), dict):
+            yield name, json.dumps(found)
+
+
+def _deltas(data: bytes) -> dict[str, Any]:
+    """A response of which the last event, that holds the whole, has not come yet."""
+    output = list[dict[str, Any]]()
+    for event in EVENT_END.split(data):
+        doc = _mapping(json_at(event_data(event)))
+        kind, is_delta, _ = str(doc.get("type")).partition(".delta")
+        if is_delta:
+            name = kind.rpartition(".")[2]
+            if not output or output[-1]["role"] != name:
+                output.append({"role": name, "text": ""})
+            output[-1]["text"] += str(doc.get("delta", ""))
+    return {"output": output} if output else {}
+
+
+def _from_lines(data: bytes) -> dict[str, Any]:
+    """The answer that JSON lines come to, as Ollama writes them."""
+    whole: dict[str, Any] = {}
+    for line in data.splitlines():
+        doc = _mapping(json_at(line))
+        for name, value in doc.items():
+            if isinstance(value, dict):
+                add_delta(whole.setdefault(name, {}), value)
+            elif isinstance(value, str) and name in ("response", "thinking"):
+                whole[name] = whole.get(name, "") + value
+            else:
+                whole[name] = value
+    return whole
+
+
+def lines_of(sections: Iterable[tuple[str, str]]) -> Iterator[Line]:
+    for heading, text in sections:
+        yield "bold cyan", heading
+        for line in text.splitlines() or [""]:
+            yield "", line
+        yield "", ""
+
+
+def told(call: Mapping[str, Any]) -> list[Line]:
+    """A call that is held as lines: how it went, what was asked, what was answered."""
+    asked, answer = call["request"], call["answer"]
+    state = "open" if call["is_running"] else "done"
+    lines = [("", line) for line in timeline({**call, "state": state})]
+    lines += [("yellow", call["why"])] * bool(call["why"])
+    lines += [("yellow", f"changed: {call['changed']}")] * bool(call["changed"])
+    lines.append(("", ""))
+    lines += lines_of(_or_size(asked, asked_of))
+    headers = "\n".join(f"{name}: {value}" for name, value in asked["headers"].items())
+    lines += lines_of([("headers", headers)])
+    if answer is not None:
+        about = functools.partial(answered, answer["type"])
+        lines += lines_of([("answer", f"{answer['status']} {answer['type']}")])
+        lines += lines_of(_or_size(answer, about))
+    return lines
+
+
+def _or_size(
+    part: Mapping[str, Any], read: Callable[[str], Iterable[tuple[str, str]]]
+) -> Iterable[tuple[str, str]]:
+    if part["lost_bytes"]:
+        yield "not held", f"{part['lost_bytes']} of {part['bytes']} bytes, from the beginning"
+    if part["body"] is None:
+        yield "body", f"{part['bytes']} bytes that are no text"
+    elif part["body"]:
+        yield from read(part["body"])
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Line]:
+    """How the answer of a call that was sent again differs from the one it had before."""
+    texts = list[list[str]]()
+    for call in (before, after):
+        answer = call["answer"] or {"body": "", "type": ""}
+        parts = answered(answer["type"], answer["body"] or "")
+        found = [f"{call['status']} {call['code']}".rstrip()]
+        for heading, text in parts:
+            if heading not in ("usage", "timings"):
+                found += [heading, *re.split(r"(?<=[.!?]) +|\n", text)]
+        texts.append(found[:2000])  # difflib takes the square of it
+    lines: list[Line] = [("bold cyan", "sent again: what differs")]
+    names = ("total_ms", "ttft_ms", "tokens_in", "tokens_cached", "tokens_out")
+    lines += [("", f"{name}: {before[name]:g} -> {after[name]:g}") for name in names]
+    styles = {"-": "red", "+": "green"}
+    changed = [line for line in difflib.ndiff(texts[0], texts[1], None, None) if line[0] in styles]
+    lines += [(styles[line[0]], line) for line in changed]
+    return lines if changed else [*lines, ("green", "the answers are the same")]
+
+
+def curl_of(call: Mapping[str, Any], base: str) -> str:
+    """A call as a shell command. The key stands in a variable, $LLMPROXY_API_KEY."""
+    asked = call["request"]
+    words = [f"curl -X {call['method']} {shlex.quote(base + call['url'])}"]
+    for name, value in asked["headers"].items():
+        if name in ("authorization", *CREDENTIALS[1:-1]):
+            scheme = "Bearer " if name == "authorization" else ""
+            words.append(f'-H "{name}: {scheme}{_KEY_VARIABLE}"')
+        elif name not in ("cookie", "connection", "accept"):
+            words.append("-H " + shlex.quote(f"{name}: {value}"))
+    if asked["body"] is None or asked["lost_bytes"]:
+        words.append(f"--data-binary @BODY  # not held: {asked['bytes']} bytes")
+    else:
+        words.append("--data-binary " + shlex.quote(asked["body"]))
+    return " \\\n  ".join(words)
+
+
+def har_of(calls: Iterable[Mapping[str, Any]], base: str) -> dict[str, Any]:
+    """Calls as an HTTP archive (HAR 1.2), which browsers' developer tools read."""
+
+    def pairs(headers: Mapping[str, str]) -> list[dict[str, str]]:
+        return [{"name": name, "value": value} for name, value in headers.items()]
+
+    entries = []
+    for call in calls:
+        asked, answer = call["request"], call["answer"] or {"bytes": 0, "body": None, "type": ""}
+        began = datetime.fromtimestamp(call["time_unix"] - call["total_ms"] / 1000).astimezone()
+        query = urllib.parse.parse_qsl(call["url"].partition("?")[2], keep_blank_values=True)
+        common: dict[str, Any] = {
+            "httpVersion": "HTTP/1.1", "cookies": [], "headersSize": -1
+        }  # fmt: skip
+        waited_ms = call["queue_ms"] + call["limit_ms"] + call["retry_ms"]
+        wait_ms = min(call["ttft_ms"], max(0.0, call["total_ms"] - waited_ms))
+        kind, text = asked["headers"].get("content-type", ""), answer["body"] or ""
+        content = {"size": answer["bytes"], "mimeType": answer["type"], "text": text}
+        entries.append({
+            "startedDateTime": began.isoformat(), "time": call["total_ms"], "cache": {},
+            "request": {
+                **common, "method": call["method"], "url": base + call["url"],
+                "headers": pairs(asked["headers"]), "queryString": pairs(dict(query)),
+                "postData": {"mimeType": kind, "text": asked["body"] or ""},
+                "bodySize": asked["bytes"],
+            },
+            "response": {
+                **common, "status": call["status"], "redirectURL": "",
+                "statusText": call["code"] or http.client.responses.get(call["status"], ""),
+                "headers": pairs({"content-type": answer["type"]} if answer["type"] else {}),
+                "content": content, "bodySize": answer["bytes"],
+            },
+            "timings": {
+                "blocked": waited_ms, "send": 0, "wait": wait_ms,
+                "receive": max(0.0, call["total_ms"] - waited_ms - wait_ms),
+            },
+            "comment": f"{call['fate']}, trace {call['trace']}",
+        })  # fmt: skip
+    creator = {"name": "llmproxy", "version": __version__}
+    return {"log": {"version": "1.2", "creator": creator, "entries": entries}}
+
+
+def jsonl_of(call: Mapping[str, Any]) -> str:
+    """A call as one line, in the form of the ledger's bodies, which `replay` reads."""
+    answer = call["answer"] or {"body": None}
+    return json.dumps({**call, "request": call["request"]["body"], "answer": answer["body"]})
+
+
+def _cached(row: Mapping[str, Any]) -> str:
+    """The share of its prompt that was cached."""
+    cached = row["tokens_cached"]
+    return f"{cached / row['tokens_in']:.0%}" if cached and row["tokens_in"] else ""
+
+
+def timeline(row: dict[str, Any]) -> Iterable[str]:
+    """One call's life as lines of text: why did it take so long?"""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time_unix"]))
+    who = f"client={row['client']}" + (f" task={row['task']}" if row["task"] else "")
+    yield f"{row['trace']}  {at}  {row['method']} {row['path']}  model={row['model'] or '-'} {who}"
+    if row["shared"]:
+        yield f"  {0:>9.0f} ms  joined the call of trace {row['shared']}, at no cost"
+    elif row["fate"] in ("hit", "stale"):
+        yield f"  {0:>9.0f} ms  answered from what is kept ({row['fate']}), at no cost"
+    waits = (("queue_ms", "waited for a slot"), ("limit_ms", "waited for rpm, tpm or a pause"))
+    for name, what in waits:
+        if row[name] >= 1:
+            yield f"  {'':>9}     {what}: {row[name]:.0f} ms in all"
+    for number, step in enumerate(row["steps"], 1):
+        key = f" with key {step['key']}" if step["key"] not in ("", "caller's own") else ""
+        what = f"attempt {number} at {step['upstream']}{key}: {step['outcome']}"
+        yield f"  {step['at_ms']:>9.0f} ms  {what} after {step['ms']:.0f} ms"
+        if "changed" in step:
+            yield f"  {'':>9}     changed: {step['changed']}"
+        if "read" in step:
+            prompt = step["read"] + step["cached"]
+            what = f"read {step['read']} of {prompt} prompt tokens, the rest was cached"
+            what += f"; not as before from {step['differs']}" if step["differs"] else ""
+            yield f"  {'':>9}     {what}"
+    if row["steps"] and row["status"] < 400:
+        first_ms = row["steps"][-1]["at_ms"] + row["ttft_ms"]
+        yield f"  {first_ms:>9.0f} ms  first byte, {row['ttft_ms']:.0f} ms after it was asked for"
+    about = " (estimated)" if row["tokens_estimated"] else ""
+    saved = f", saved {row['saved_usd']:.6f} USD" if row["saved_usd"] else ""
+    cost = "no price" if row["cost_usd"] is None else f"{row['cost_usd']:.6f} USD"
+    what = {"open": "not ended", "lost": "lost with its process"}.get(row["state"], "ended")
+    what += f": {row['status']} {row['code']}".rstrip() * bool(row["status"])
+    used = f"tokens {row['tokens_in']} in"
+    used += f" ({cached} cached)" if (cached := _cached(row)) else ""
+    used += f", {row['tokens_out']} out{about}, {cost}{saved}"
+    yield f"  {row['total_ms']:>9.0f} ms  {what}, {row['fate']}, {used}"
+
 
 ###############################################################################
 # Live table
@@ -8375,6 +8854,7 @@ class Gateway:
 _STYLE = {
     "joined": "green", "hit": "green", "stale": "yellow", "bypass": "dim", "rejected": "red",
     "up": "green", "ok": "green", "unknown": "dim", "loading": "yellow", "restarting": "yellow",
+    "running": "yellow",
 }  # fmt: skip
 _messages: deque[str] = deque(maxlen=3)  # what the log says while the table owns the terminal
 
@@ -8442,14 +8922,27 @@ def render(
     words = [(f"  {word}", "yellow") for word in ("draining", "paused") if status[word]]
     title = line_of(f"llmproxy {status['version']}  {url}  up {up}", *words, style="bold")
     parts: list[Any] = [title, line_of(), _numbers(status, width)]
+    notes = [line_of(note, style="yellow") for note in _messages]
+    if board is not None and board.calls.has_focus:
+        parts = parts[:1] if board.calls.number else parts
+        notes += [line_of(text, style="dim") for text in Opened.HELP if board.shows_help]
+        hint = "" if board.shows_help or width < 70 else _HINT
+        notes.append(line_of(board.note or hint, style="yellow" if board.note else "dim"))
+        used = sum(map(_height, parts)) + 1 + len(notes)
+        return Group(*parts, line_of(), *_opened(board.calls, width, height - used - 1), *notes)
     parts += _past(board, width) if board is not None and board.past else []
     parts += [line_of(), _upstreams(status)]
     parts += _tuning(board, status, width, height) if board is not None and board.has_keys else []
-    notes = [line_of(note, style="yellow") for note in _messages]
-    used = sum(getattr(part, "row_count", 0) + getattr(part, "show_header", 1) for part in parts)
-    if (room := height - used - len(notes) - 2) >= 0:
-        parts += [line_of(), _calls(status["recent"], width, room)]
+    if (room := height - sum(map(_height, parts)) - len(notes) - 2) >= 0:
+        parts += [line_of(), _calls(status["recent"][::-1][:room], width)]
     return Group(*parts, *notes)
+
+
+_HINT = "? shows the keys"
+
+
+def _height(part: Any) -> int:
+    return int(getattr(part, "row_count", 0) + getattr(part, "show_header", 1))
 
 
 def _past(board: Board, width: int) -> list[Any]:
@@ -8479,7 +8972,8 @@ def _tuning(board: Board, status: dict[str, Any], width: int, height: int) -> li
         value_text = (text, "reverse" if is_chosen else "")
         lines.append(line_of(mark, (f"{flag:17} ", "dim"), value_text))
     lines += [line_of(text, style="dim") for text in board.HELP if board.shows_help]
-    note = board.note or ("" if board.shows_help or width < 70 else "? shows the keys")
+    hint = "" if board.shows_help or width < 70 else f"{_HINT}, Tab goes to the calls"
+    note = board.note or hint
     return [*lines, line_of(note, style="yellow" if board.note else "dim")]
 
 
@@ -8570,27 +9064,26 @@ def _used(limits: Mapping[str, Any]) -> str:
     return "".join(f", {short(b['used'])}/{short(b['limit'])} {name}" for name, b in used)
 
 
-def _calls(recent: list[dict[str, Any]], width: int, limit: int) -> Table:
+def _calls(calls: list[dict[str, Any]], width: int, chosen: int | None = None) -> Table:
     names = ["at", "fate", "code", "model", "path", "wait", "time", "tokens"]
     rows = []
-    for row in recent[::-1][:limit]:
-        style = "red" if row["status"] >= 400 else _STYLE.get(row["fate"], "")
+    for row in calls:
+        fate = "running" if row.get("is_running") else row["fate"]
+        style = "red" if row["status"] >= 400 else _STYLE.get(fate, "")
         rows.append([
             time.strftime("%H:%M:%S", time.localtime(row["time_unix"])),
-            line_of((row["fate"], style)), line_of((str(row["status"]), style)),
+            line_of((fate, style)), line_of((str(row["status"] or "-"), style)),
             row["model"] or "-", row["path"], duration(row["queue_ms"]), duration(row["total_ms"]),
-            f"{short(row['tokens_in'])}/{short(row['tokens_out'])}{_cached(row)}",
+            f"{short(row['tokens_in'])}/{short(row['tokens_out'])} {_cached(row)}".rstrip(),
         ])  # fmt: skip
     if width < 80:
         for cells in (names, *rows):
             del cells[4]
     ratios = [1 if name in ("model", "path") else None for name in names]
-    return table_of(names, rows, names[-3:], ratios, expand=True)
-
-
-def _cached(row: Mapping[str, Any]) -> str:
-    cached = row["tokens_cached"]
-    return f" {cached / row['tokens_in']:.0%}" if cached and row["tokens_in"] else ""
+    table = table_of(names, rows, names[-3:], ratios, expand=True)
+    if chosen is not None and table.rows:
+        table.rows[chosen].style = "reverse"
+    return table
 
 
 class Operator:
@@ -8608,6 +9101,13 @@ class Operator:
 
     async def act(self, action: str, **wanted: Any) -> str:
         return await self._gateway.control.act(action, wanted)
+
+    async def captured(self, number: int | None = None) -> dict[str, Any]:
+        """Rows of the calls that are held, or one of them. Raises CannotError: it is not."""
+        try:
+            return await self._gateway.captured("" if number is None else str(number))
+        except ProxyError as error:
+            raise CannotError(error.message) from None
 
 
 class Remote(Operator):
@@ -8647,6 +9147,215 @@ class Remote(Operator):
     async def act(self, action: str, **wanted: Any) -> str:
         return str((await self.ask("POST", f"do/{action}", wanted))["done"])
 
+    async def captured(self, number: int | None = None) -> dict[str, Any]:
+        return await self.ask("GET", "captures" if number is None else f"captures/{number}")
+
+
+def wrapped(text: str, width: int) -> Iterator[tuple[int, str]]:
+    """A line in pieces that fit a terminal's width, cut at blanks, with where each begins."""
+    from rich.cells import cell_len, chop_cells
+
+    start = 0
+    while start < len(text) or not start:
+        piece = text[start : start + width]
+        if cell_len(piece) > width:  # some characters are two cells wide
+            piece = chop_cells(piece, width)[0] or piece[:1]
+        if start + len(piece) < len(text) and (blank := piece.rfind(" ")) > width // 2:
+            piece = piece[: blank + 1]
+        yield start, piece
+        start += len(piece) or 1
+
+
+class Opened:
+    """The calls of the table that can be opened: a list to choose from, and the one that is open.
+
+    `press` takes one key, and says whether it was meant for this.
+    """
+
+    HELP = (
+        "Tab chooses among calls or settings; up/down, Enter opens a call, Esc leaves it",
+        "/ searches, n and N go to the next and the one before, f follows the end",
+        "y copies as curl, r sends again and shows what differs, q quits",
+    )
+
+    def __init__(self, work: deque[Callable[[Operator], Awaitable[str]]], url: str = "") -> None:
+        self._work, self.url = work, url
+        self.has_focus = self.follows = False
+        self.rows: list[dict[str, Any]] = []
+        self.chosen = self.number = 0  # of the list; of the call that is open, 0: none
+        self.call: dict[str, Any] | None = None
+        self.before: dict[str, Any] | None = None  # that call, as it was before it was sent again
+        self.lines: list[Line] = []
+        self.cut: list[tuple[int, int, str]] = []  # of which line, from where, what fits the screen
+        self.width = self.top = 0
+        self.room = 10  # lines of the screen
+        self.typed: str | None = None  # what is to be searched
+        self.needle, self.found = "", 0
+        self.clip = ""  # for the terminal's clipboard
+
+    async def refresh(self, operator: Operator) -> None:
+        """Take the list, or what has come of the open call. Raises CannotError."""
+        if not self.has_focus:
+            return
+        if not self.number:
+            chosen = self.rows[self.chosen]["id"] if self.rows else 0
+            self.rows = (await operator.captured())["calls"]
+            numbers = [row["id"] for row in self.rows]
+            known = numbers.index(chosen) if chosen in numbers else self.chosen
+            self.chosen = max(0, min(known, len(numbers) - 1))
+        elif self.call is None or self.call["is_running"]:
+            try:
+                self.call = await operator.captured(self.number)
+            except CannotError:  # it has gone: what is known of it stays
+                if self.call is None:
+                    self.number = 0
+                else:
+                    self.call["is_running"] = False
+                raise
+            self._tell(self.call)
+
+    def _tell(self, call: dict[str, Any]) -> None:
+        self.lines = told(call)
+        if self.before is not None and not call["is_running"]:
+            self.lines = [*differences(self.before, call), ("", ""), *self.lines]
+        self.width = 0  # cut it anew
+
+    def fit(self, width: int, room: int) -> None:
+        """Cut the open call to a screen."""
+        self.room = max(1, room)
+        if self.width != width:
+            self.width = width
+            self.cut = [
+                (number, start, piece)
+                for number, (_, text) in enumerate(self.lines)
+                for start, piece in wrapped(on_screen(text), width)
+            ]
+        last = max(0, len(self.cut) - self.room)
+        self.top = last if self.follows else max(0, min(self.top, last))
+
+    def press(self, key: str) -> bool:
+        if self.typed is not None:
+            self._type(key)
+        elif key == "\t" or (key == "esc" and self.has_focus and not self.number):
+            self.has_focus, self.number, self.call = not self.has_focus, 0, None
+        elif not self.has_focus or key in ("q", "?"):
+            return False
+        elif not self.number:
+            self._choose(key)
+        elif key in ("esc", "left", "backspace"):
+            self.number, self.call, self.before, self.follows = 0, None, None, False
+        elif key == "/":
+            self.typed = ""
+        elif key in ("n", "N"):
+            self._find(1 if key == "n" else -1)
+        elif key == "f":
+            self.follows = not self.follows
+        elif key == "y" and self.call is not None:
+            self._work.append(self._copy)
+        elif key == "r":
+            self._work.append(self._resend)
+        elif moved := self._moved(key, self.top, len(self.cut)):
+            self.top, self.follows = moved[0], False
+        return True
+
+    def _moved(self, key: str, place: int, count: int) -> tuple[int] | None:
+        page = max(1, self.room - 1)
+        steps = {"up": -1, "down": 1, "pgup": -page, "pgdn": page, " ": page,
+                 "home": -count, "end": count}  # fmt: skip
+        return (max(0, min(place + steps[key], count - 1)),) if key in steps else None
+
+    def _choose(self, key: str) -> None:
+        if key in ("enter", "right"):
+            self._work.append(self._enter)
+        elif moved := self._moved(key, self.chosen, len(self.rows)):
+            self.chosen = moved[0]
+
+    async def _enter(self, operator: Operator) -> str:
+        if not self.rows:  # it was quicker than the list
+            await self.refresh(operator)
+        if not self.rows:
+            return "no call is held; see the setting captures"
+        self.open(self.rows[self.chosen]["id"])
+        return ""
+
+    def open(self, number: int) -> None:
+        self.number, self.call, self.before, self.lines, self.cut = number, None, None, [], []
+        self.top, self.needle, self.follows = 0, "", False
+
+    def _type(self, key: str) -> None:
+        if key in ("enter", "esc"):
+            self.needle, self.typed = (self.typed or "") if key == "enter" else "", None
+            self.found = self.top - 1
+            self._find(1)
+        elif key == "backspace":
+            self.typed = (self.typed or "")[:-1]
+        elif len(key) == 1 and key.isprintable():
+            self.typed = (self.typed or "") + key
+
+    def matches(self) -> list[int]:
+        """Which lines of the screen's hold what is searched, or its beginning."""
+        if not self.needle:
+            return []
+        needle, places = self.needle.casefold(), [(n, start) for n, start, _ in self.cut]
+        found = []
+        for number, (_, text) in enumerate(self.lines):
+            at = -1
+            folded = on_screen(text).casefold()
+            while (at := folded.find(needle, at + 1)) >= 0:
+                found.append(bisect.bisect_right(places, (number, at)) - 1)
+        return found
+
+    def _find(self, step: int) -> None:
+        found = self.matches()
+        beyond = [n for n in found if (n - self.found) * step > 0]
+        if found:  # around the end it begins anew
+            self.found = (beyond or found)[0 if step > 0 else -1]
+            self.top, self.follows = max(0, self.found - self.room // 3), False
+
+    async def _copy(self, operator: Operator) -> str:
+        """Into the terminal's clipboard (OSC 52, xterm's control sequences)."""
+        text = curl_of(self.call or {}, self.url).encode("utf-8", "replace")
+        if len(text) > 74_000:  # what terminals take
+            return f"too long for a terminal: llmproxy calls --curl --id {self.number} prints it"
+        self.clip = f"\x1b]52;c;{base64.b64encode(text).decode()}\a"
+        return f"copied; llmproxy calls --curl --id {self.number} prints it as well"
+
+    async def _resend(self, operator: Operator) -> str:
+        before, done = self.call, await operator.act("resend", id=self.number)
+        self.open(int(done.rpartition(" ")[2]))
+        self.before = before
+        return f"{done}; what differs is shown when it has ended"
+
+
+def on_screen(text: str) -> str:
+    """A line without what would move the cursor."""
+    text = text.expandtabs(4)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _opened(opened: Opened, width: int, room: int) -> list[Any]:
+    """The list of calls, or the open one, in `room` lines."""
+    if not opened.number:
+        opened.room = max(1, room - 1)
+        first = max(0, min(opened.chosen - opened.room // 2, len(opened.rows) - opened.room))
+        rows = opened.rows[first : first + opened.room]
+        return [_calls(rows, width, opened.chosen - first)] if room > 1 else []
+    opened.fit(width, room - 1)
+    parts, found = [], set(opened.matches())
+    for place in range(opened.top, min(opened.top + opened.room, len(opened.cut))):
+        number, _, piece = opened.cut[place]
+        line = line_of((piece, opened.lines[number][0]))
+        if place in found:
+            line.highlight_words([opened.needle], "reverse", case_sensitive=False)
+        parts.append(line)
+    parts += [line_of()] * (opened.room - len(parts))
+    state = f"{min(len(opened.cut), opened.top + opened.room)} of {len(opened.cut)} lines"
+    state += ", running" * bool(opened.call and opened.call["is_running"])
+    state += ", following" * opened.follows
+    state += f", {len(opened.matches())} x {opened.needle}" if opened.needle else ""
+    state = f"/{opened.typed}_" if opened.typed is not None else state
+    return [*parts, line_of(state, style="dim")]
+
 
 class Board:
     """The state of the interactive table: the chosen setting, what is being typed, the past.
@@ -8659,7 +9368,7 @@ class Board:
         "up/down choose a setting, left/right or -/+ change it",
         "Enter types a value, Esc leaves it; w writes the file",
         "r closes an open circuit, p pauses and goes on",
-        "c clears kept answers, q drains and quits (top: quits)",
+        "c clears kept answers, q drains and quits (top: quits), Tab goes to the calls",
     )
 
     def __init__(self, has_keys: bool) -> None:
@@ -8668,6 +9377,7 @@ class Board:
         self.chosen = 0
         self.is_over = False
         self.work: deque[Callable[[Operator], Awaitable[str]]] = deque()
+        self.calls = Opened(self.work)
         self.past: deque[dict[str, float]] = deque(maxlen=self.PAST_S)
         self.flags = [flag_name(n) for n, item in SETTINGS.items() if item.metadata["live"]]
         self._seen: dict[str, Any] = {}
@@ -8693,6 +9403,8 @@ class Board:
         acts = {"w": "save", "p": "resume" if self._seen.get("paused") else "pause", "c": "clear"}
         if self.typed is not None:
             self._type(key)
+        elif self.calls.press(key):
+            pass
         elif key in acts:
             self.work.append(lambda operator: operator.act(acts[key]))
         elif key in ("up", "down"):
@@ -8768,6 +9480,8 @@ _KEYS = {
     **{f"\x1b{mark}{letter}": name for mark in "[O" for letter, name in
        zip("ABCD", ("up", "down", "right", "left"), strict=True)},
     "\r": "enter", "\n": "enter", "\x7f": "backspace", "\x08": "backspace", "\x1b": "esc",
+    "\x1b[5~": "pgup", "\x1b[6~": "pgdn", "\x1b[H": "home", "\x1b[F": "end",
+    "\x1b[1~": "home", "\x1b[4~": "end",
 }  # fmt: skip
 
 
@@ -8826,6 +9540,7 @@ async def live_table(
     from rich.live import Live
 
     board, pressed = Board(has_keys=False), asyncio.Event()
+    board.calls.url = url
 
     def press(key: str) -> None:
         if board.is_over:  # once is enough: a second signal would end what drains
@@ -8849,8 +9564,18 @@ async def live_table(
                 pressed.clear()
                 status = await operator.status()
                 board.see(status, time.monotonic())
+                try:
+                    await board.calls.refresh(operator)
+                except CannotError as error:
+                    board.note = str(error)
                 view = render(status, url, *console.size, board)
-                draw = functools.partial(live.update, view, refresh=True)
+                clip, board.calls.clip = board.calls.clip, ""
+
+                def draw(view: RenderableType = view, clip: str = clip) -> None:
+                    live.update(view, refresh=True)
+                    console.file.write(clip)
+                    console.file.flush()
+
                 drawing = asyncio.get_running_loop().run_in_executor(None, draw)
                 await asyncio.shield(drawing)
                 with contextlib.suppress(TimeoutError):  # wait_for may swallow a cancellation
@@ -10219,18 +10944,32 @@ def _print_rows(args: argparse.Namespace, rows: list[dict[str, Any]], shown: lis
         plain_console().print(table_of(shown, cells, right))
 
 
+_EXPORTS = {"curl": "shell commands", "har": "an HTTP archive", "jsonl": "JSON lines"}
+
+
 @Command("calls", "the last calls, from the ledger", (
     *((f"--{n}", {"metavar": "GLOB", "help": f"only calls of this {n}"}) for n in FILTERS),
     ("--since", {"metavar": "SPAN", "help": "only the last span, like 30m, 2h or 7d"}),
     ("--limit", {"metavar": "N", "default": "50", "help": "at most so many (default 50)"}),
     *_LEDGER,
-), "examples:\n  llmproxy calls --status '5*' --since 2h\n  llmproxy calls --csv")  # fmt: skip
+    *((f"--{form}", {"dest": "form", "action": "store_const", "const": form, "help":
+        f"what was asked and answered, as {text}: of the calls that the daemon holds"})
+      for form, text in _EXPORTS.items()),
+    ("--id", {"metavar": "N", "type": int, "help": "of those, only this one"}),
+    ("--url", _URL), ("--admin-key", _SECRET),
+), """examples:
+  llmproxy calls --status '5*' --since 2h
+  llmproxy calls --csv
+  llmproxy calls --curl --limit 1
+  llmproxy calls --har --model 'qwen*' > calls.har""")  # fmt: skip
 def _calls_command(args: argparse.Namespace) -> int:
     wanted = {name: getattr(args, name) for name in (*FILTERS, "since", "limit")}
     try:
         sql, values = calls_query(wanted)
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
+    if args.form:
+        return _export(args, wanted)
     rows = [shown_row(row) for row in _read_ledger(args, sql, values)]
     for row in rows:
         row["at"] = time.strftime("%m-%d %H:%M:%S", time.localtime(row["time_unix"]))
@@ -10238,6 +10977,42 @@ def _calls_command(args: argparse.Namespace) -> int:
     if plain_console().width < 130:
         names = "at fate status cost_usd trace model"
     _print_rows(args, rows, names.split())
+    return 0
+
+
+def _export(args: argparse.Namespace, wanted: Mapping[str, Any]) -> int:
+    """Print calls that the daemon holds, the oldest first."""
+    remote = _remote(args, args.url)
+    since = 0.0 if wanted["since"] is None else time.time() - parse_span(wanted["since"])
+
+    def is_wanted(row: Mapping[str, Any]) -> bool:
+        globs = ((str(row[name]), wanted[name]) for name in FILTERS if wanted[name] is not None)
+        is_it = args.id in (None, row["id"]) and row["time_unix"] >= since
+        return is_it and all(fnmatch.fnmatchcase(*pair) for pair in globs)
+
+    async def fetch() -> list[dict[str, Any]]:
+        rows = (await remote.captured())["calls"]
+        wanted_rows = [row for row in rows if is_wanted(row)][: int(wanted["limit"])]
+        calls = []
+        for row in reversed(wanted_rows):
+            with contextlib.suppress(CannotError):  # it may have gone meanwhile
+                calls.append(await remote.captured(row["id"]))
+        if lost := len(wanted_rows) - len(calls):
+            log.warning("%d calls went while they were read", lost)
+        return calls
+
+    calls = _run_loop(fetch())
+    if not calls:
+        raise CannotError(f"{remote.url} holds no such call; see the setting captures")
+    if args.form == "har":
+        texts = [json.dumps(har_of(calls, remote.url), indent=1)]
+    elif args.form == "jsonl":
+        texts = [jsonl_of(call) for call in calls]
+    else:
+        texts = [curl_of(call, remote.url) for call in calls]
+    for text in texts:
+        is_safe = not sys.stdout.isatty() or text.isprintable()
+        print(text if is_safe else "\n".join(map(on_screen, text.split("\n"))))
     return 0
 
 
@@ -10253,42 +11028,6 @@ def _trace(args: argparse.Namespace) -> int:
     for row in reversed(rows):
         print("\n".join(printable(line, 500) for line in timeline(row)))
     return 0
-
-
-def timeline(row: dict[str, Any]) -> Iterable[str]:
-    """One call's life as lines of text: why did it take so long?"""
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time_unix"]))
-    who = f"client={row['client']}" + (f" task={row['task']}" if row["task"] else "")
-    yield f"{row['trace']}  {at}  {row['method']} {row['path']}  model={row['model'] or '-'} {who}"
-    if row["shared"]:
-        yield f"  {0:>9.0f} ms  joined the call of trace {row['shared']}, at no cost"
-    elif row["fate"] in ("hit", "stale"):
-        yield f"  {0:>9.0f} ms  answered from what is kept ({row['fate']}), at no cost"
-    waits = (("queue_ms", "waited for a slot"), ("limit_ms", "waited for rpm, tpm or a pause"))
-    for name, what in waits:
-        if row[name] >= 1:
-            yield f"  {'':>9}     {what}: {row[name]:.0f} ms in all"
-    for number, step in enumerate(row["steps"], 1):
-        key = f" with key {step['key']}" if step["key"] not in ("", "caller's own") else ""
-        what = f"attempt {number} at {step['upstream']}{key}: {step['outcome']}"
-        yield f"  {step['at_ms']:>9.0f} ms  {what} after {step['ms']:.0f} ms"
-        if "changed" in step:
-            yield f"  {'':>9}     changed: {step['changed']}"
-        if "read" in step:
-            prompt = step["read"] + step["cached"]
-            what = f"read {step['read']} of {prompt} prompt tokens, the rest was cached"
-            what += f"; not as before from {step['differs']}" if step["differs"] else ""
-            yield f"  {'':>9}     {what}"
-    if row["steps"] and row["status"] < 400:
-        first_ms = row["steps"][-1]["at_ms"] + row["ttft_ms"]
-        yield f"  {first_ms:>9.0f} ms  first byte, {row['ttft_ms']:.0f} ms after it was asked for"
-    about = " (estimated)" if row["tokens_estimated"] else ""
-    saved = f", saved {row['saved_usd']:.6f} USD" if row["saved_usd"] else ""
-    cost = "no price" if row["cost_usd"] is None else f"{row['cost_usd']:.6f} USD"
-    what = {"open": "not ended", "lost": "lost with its process"}.get(row["state"], "ended")
-    what = f"{what}: {row['status']} {row['code']}".rstrip()
-    used = f"tokens {row['tokens_in']} in, {row['tokens_out']} out{about}, {cost}{saved}"
-    yield f"  {row['total_ms']:>9.0f} ms  {what}, {row['fate']}, {used}"
 
 
 @Command("spend", "money and tokens, from the ledger", (

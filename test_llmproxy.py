@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import inspect
 import io
+import itertools
 import json
 import logging
 import math
@@ -31,6 +32,7 @@ import re
 import resource
 import select
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -46,8 +48,8 @@ import time
 import tomllib
 import urllib.request
 import zlib
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -5632,6 +5634,317 @@ async def test_reload_changes_what_the_file_has_differently_since(tmp_path: Path
             status, why = await admin(caller, "do/reload", {})
             assert status == 400 and said in why
         assert [client["name"] for client in caller.status()["clients"]] == ["alice", "bob"]
+
+
+# ---- Opened calls -----------------------------------------------------------
+
+
+async def opened(caller: Caller, number: int = -1) -> dict[str, Any]:
+    """The newest call that is held, or the one of that place."""
+    rows = json.loads((await caller.ask("GET", "/_llmproxy/captures"))[2])["calls"]
+    found = (await caller.ask("GET", f"/_llmproxy/captures/{rows[::-1][number]['id']}"))[2]
+    return cast("dict[str, Any]", json.loads(found))
+
+
+async def test_a_call_can_be_opened_while_it_runs_and_afterwards() -> None:
+    script = Script()
+    async with upstream(script) as up, proxy(up.base, keepalive="off") as caller:
+        script.go.clear()
+        body = ask("x", do="begun", stream=True)
+        leader = asyncio.create_task(caller.fetch(body))
+        await until(lambda: up.calls == 1 and caller.gateway.flights.running)
+        flight = next(iter(caller.gateway.flights.running.values()))
+        await until(lambda: flight.size_bytes)
+        call = await opened(caller)
+        assert (call["is_running"], call["status"], call["answer"]["status"]) == (True, 200, 200)
+        assert call["answer"]["body"] == STREAM[0].decode() and call["request"]["bytes"] > 50
+        assert json.loads(call["request"]["body"]) == body
+        joined = asyncio.create_task(caller.fetch(body))
+        await until(lambda: len(caller.gateway.captures.held) == 2)
+        script.go.set()
+        assert (await leader)[0] == (await joined)[0] == 200
+        await caller.fetch(body)  # a hit
+        assert (await caller.fetch(ask(do="400")))[0] == 400
+        assert (await caller.fetch(b"[1]"))[0] == 500
+        assert (await caller.ask("GET", "/v1/models"))[0] == 200  # asks nothing, is not held
+        rows = json.loads((await caller.ask("GET", "/_llmproxy/captures"))[2])["calls"]
+        assert [(row["fate"], row["status"], row["is_running"]) for row in rows[::-1]] == [
+            ("miss", 200, False), ("joined", 200, False), ("hit", 200, False), ("miss", 400, False),
+            ("bypass", 500, False),
+        ]  # fmt: skip
+        whole = b"".join([*STREAM, DONE]).decode()
+        for place in (0, 1, 2):
+            call = await opened(caller, place)
+            assert (call["answer"]["body"], call["answer"]["lost_bytes"]) == (whole, 0)
+            assert call["answer"]["type"] == "text/event-stream"
+            assert "Grüße 世界" in "\n".join(text for _, text in llmproxy.told(call))
+        assert (await opened(caller, 3))["answer"]["body"] == "{}"
+        assert (await opened(caller))["request"]["body"] == "[1]"
+        for path, why in (("captures/1x", "not held"), ("captures/" + "9" * 30, "not held")):
+            status, _, said_ = await caller.ask("GET", f"/_llmproxy/{path}")
+            assert status == 404 and why.encode() in said_
+
+
+async def test_what_is_held_of_calls_is_bounded_and_without_keys() -> None:
+    rules = [client_rule("alice")]
+    async with (
+        upstream() as up,
+        proxy(
+            up.base, clients=rules, captures=3, CAPTURE_BYTES=2000, CAPTURES_BYTES=4500
+        ) as caller,
+    ):
+        held = caller.gateway.captures
+        secret = "sk-aaaaaaaaaaaaaaaaaaaa"
+        headers = {**ALICE, "x-custom": secret, "x-llmproxy-priority": "low"}
+        path = f"{CHAT}?a=1&key=key-of-alice&token={secret}"
+        status, _, _ = await caller.fetch(ask(f"{secret} key-of-alice"), path, headers)
+        assert status == 200
+        call = await opened(caller)
+        text = json.dumps(call)
+        assert "sk-aaaa" not in text and "key-of-alice" not in text and call["url"] == f"{CHAT}?a=1"
+        shown = call["request"]["headers"]
+        assert shown["authorization"] == "***" and shown["x-llmproxy-priority"] == "low"
+        assert "*** ***" in call["request"]["body"]
+        for n in range(4):
+            await caller.fetch(ask(str(n)), headers=ALICE)
+        assert len(held.held) == 3 and held.size_bytes < 3 * 500
+        await caller.fetch(ask("y" * 1700), headers=ALICE)
+        await caller.fetch(ask("z" * 1700), headers=ALICE)
+        await caller.fetch(ask("x" * 1700), headers=ALICE)
+        assert len(held.held) == 2 and held.size_bytes <= 4500
+        await caller.fetch(ask("y" * 2000), headers=ALICE)  # too large: its size is all
+        call = await opened(caller)
+        assert (call["request"]["body"], call["request"]["lost_bytes"]) == (
+            "",
+            call["request"]["bytes"],
+        )
+        assert call["request"]["bytes"] > 2000 and len(held.held) == 3
+        with pytest.raises(llmproxy.ConfigError, match="is not held"):
+            await caller.gateway.control.act("resend", {"id": call["id"]})
+        caller.gateway.control.change({"captures": "1"})
+        assert len(held.held) == 1
+        caller.gateway.control.change({"captures": "0"})
+        assert (len(held.held), held.size_bytes) == (0, 0)
+        await caller.fetch(ask("q"), headers=ALICE)
+        assert not held.held
+        caller.gateway.control.change({"captures": "2"})
+        await caller.fetch(b"\0\1\2", "/v1/rerank", {**ALICE, "content-type": "application/json"})
+        call = await opened(caller)
+        assert (call["request"]["body"], call["request"]["bytes"]) == (None, 3)
+        assert "no text" in "\n".join(text for _, text in llmproxy.told(call))
+
+
+async def test_a_call_is_sent_again_as_its_caller_sent_it() -> None:
+    rules = [client_rule("alice")]
+    count = itertools.count()
+
+    async def answer(exchange: Exchange) -> None:
+        content = f"Same beginning. And this is number {next(count)}."
+        said_ = {**_SAYS, "message": {"role": "assistant", "content": content}}
+        await exchange.plain({**_BASE, "choices": [said_], "usage": USAGE})
+
+    async with upstream(answer) as up, proxy(up.base, clients=rules, state="none") as caller:
+        zipped = {**ALICE, "content-encoding": "gzip", "x-llmproxy-task": "t", "x-own": "a"}
+        body = encoded(ask("hi", temperature=0.5))
+        await caller.fetch(gzip.compress(body), f"{CHAT}?b=2", zipped)
+        before = await opened(caller)
+        status, _, said_ = await caller.fetch({"id": before["id"]}, "/_llmproxy/do/resend")
+        number = int(json.loads(said_)["done"].rpartition(" ")[2])
+        assert status == 200 and number != before["id"]
+        await until(lambda: caller.gateway.captures.held[number].is_over)
+        after = await opened(caller)
+        first, second = up.asked
+        assert second.target == first.target and second.body == body
+        assert second.headers["x-own"] == "a" and second.headers["cache-control"] == "no-cache"
+        assert (after["fate"], after["client"], after["task"]) == ("miss", "alice", "t")
+        lines = [text for _, text in llmproxy.differences(before, after)]
+        assert lines[-2:] == ["- And this is number 0.", "+ And this is number 1."]
+        assert "the answers are the same" in str(llmproxy.differences(before, before))
+        await caller.gateway.control.act("resend", {"id": number})
+        await until(lambda: up.calls == 3)
+        await caller.at_rest()
+        caller.gateway.guard.is_draining = True
+        for wanted, why in (
+            ({"id": 7}, "is not held"),
+            ({}, "is not held"),
+            ({"id": number}, "refused"),
+        ):
+            status, _, said_ = await caller.fetch(wanted, "/_llmproxy/do/resend")
+            assert status == 400 and why.encode() in said_
+        assert up.calls == 3
+
+
+DIALECTS: dict[str, tuple[Any, Any, str, str]] = {
+    "chat": (
+        {"messages": [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": [{"type": "text", "text": "U"}, {"type": "image_url", "image_url": {"url": "d" * 3000}}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "ls", "arguments": '{"a":1}'}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "R"}],
+         "tools": [{"type": "function", "function": {"name": "ls", "description": "lists\nmore"}}], "n": 2},
+        {"choices": [{"message": {"role": "assistant", "content": "A", "reasoning_content": "T"}, "finish_reason": "stop"}], "usage": {"x": 1}},
+        "system|S|user|U|user|[image_url, 3056 characters]|assistant calls ls|{|\"a\": 1|}|result 1|R|1 tools|ls: lists|parameters|n = 2",
+        'assistant, thinking|T|assistant|A|end|stop|usage|{"x": 1}'),
+    "anthropic": (
+        {"system": [{"type": "text", "text": "S", "cache_control": {}}], "tools": [{"name": "ls", "description": ""}], "messages": [
+            {"role": "user", "content": "U"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "T", "signature": "x"}, {"type": "tool_use", "id": "t1", "name": "ls", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "R"}]}]}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "A"}], "stop_reason": "end_turn", "usage": {}},
+        "system|S|user|U|assistant, thinking|T|assistant calls ls|{}|result t1|R|1 tools|ls:|parameters|",
+        "assistant|A|end|end_turn|usage|{}"),
+    "responses": (
+        {"instructions": "S", "input": [{"role": "user", "content": [{"type": "input_text", "text": "U"}]},
+            {"type": "function_call", "call_id": "c", "name": "ls", "arguments": "{}"}, {"type": "function_call_output", "call_id": "c", "output": "R"}]},
+        {"output": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "T"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]}], "status": "completed"},
+        "instructions|S|user|U|user calls ls|{}|result c|R|parameters|",
+        "assistant, thinking|T|assistant|A|end|completed"),
+    "ollama": ({"messages": [{"role": "user", "content": "U"}], "options": {"seed": 1}},
+        {"message": {"role": "assistant", "content": "A", "thinking": "T"}, "done": True, "done_reason": "stop"},
+        'user|U|parameters|options = {"seed": 1}', "assistant, thinking|T|assistant|A|end|stop"),
+    "native": ({"prompt": "P", "n_predict": 1}, {"content": "A", "stop_type": "eos", "timings": {"n": 1}},
+        "user|P|parameters|n_predict = 1", 'assistant|A|end|eos|timings|{"n": 1}'),
+    "infill": ({"input_prefix": "P", "input_suffix": "Q"}, {"error": {"code": 1}},
+        "user|P|user|Q|parameters|", 'error|{|"code": 1|}'),
+    "embeddings": ({"input": ["a", "b"]}, {"data": [{"embedding": [1, 2]}, {"embedding": [3, 4]}]},
+        "user|a|user|b|parameters|", "answer|2 of 2 numbers"),
+}  # fmt: skip
+
+
+def shown(sections: Iterable[tuple[str, str]]) -> str:
+    lines = [text.strip() for _, text in llmproxy.lines_of(sections)]
+    return (
+        "|".join(line for line in lines if line)
+        .replace("parameters", "parameters|", 1)
+        .replace("||", "|")
+    )
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_calls_say_is_shown_in_every_dialect(name: str) -> None:
+    asked, answer, asked_text, answer_text = DIALECTS[name]
+    assert shown(llmproxy.asked_of(json.dumps(asked))) == asked_text
+    assert shown(llmproxy.answered("application/json", json.dumps(answer))) == answer_text
+
+
+def sse(**doc: Any) -> str:
+    return f"event: {doc['type']}\ndata: {json.dumps(doc)}\n\n"
+
+
+def test_what_streams_have_said_so_far_is_shown() -> None:
+    begun = {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "content": [],
+        "usage": {"input_tokens": 1},
+    }
+    said_: list[tuple[str, str, str]] = [
+        ("text/event-stream", (chunk("Gr") + chunk("üße")).decode(), "assistant|Grüße"),
+        ("text/event-stream", chunk("Gr").decode() + "data: {\"cho", "assistant|Gr"),
+        ("text/event-stream", sse(type="message_start", message=begun)
+         + sse(type="content_block_start", index=0, content_block={"type": "tool_use", "name": "ls", "input": {}})
+         + sse(type="content_block_delta", index=0, delta={"type": "input_json_delta", "partial_json": '{"a":1}'}),
+         'assistant calls ls|{|"a": 1|}|usage|{"input_tokens": 1}'),
+        ("text/event-stream", sse(type="response.created", response={})
+         + sse(type="response.reasoning_text.delta", delta="T") + sse(type="response.output_text.delta", delta="A")
+         + sse(type="response.output_text.delta", delta="B"), "reasoning_text|T|output_text|AB"),
+        ("application/x-ndjson", '{"message":{"role":"assistant","content":"A"}}\n{"message":{"content":"B"}}\n'
+         '{"done":true,"done_reason":"stop"}\n', "assistant|AB|end|stop"),
+        ("application/x-ndjson", '{"response":"A"}\n{"response":"B","x', "assistant|A"),
+        ("application/json", '{"choices": [{"mess', 'answer|{"choices": [{"mess'),
+        ("text/html", "<p>no", "answer|<p>no"), ("text/event-stream", ": waiting\n\n", "answer|: waiting"),
+    ]  # fmt: skip
+    for kind, body, text in said_:
+        assert shown(llmproxy.answered(kind, body)) == text, body
+    odd: list[Any] = [None, 1, [], [[1]], {"choices": 1}, {"choices": [1]}, {"data": [1]}, {"message": 3}, {"content": [[{}]]},
+                      {"tools": [1], "messages": [{"content": [1]}], "input": {}}, {"usage": 1, "error": [1]}]  # fmt: skip
+    for doc in odd:
+        list(llmproxy.lines_of(llmproxy.asked_of(json.dumps(doc))))
+        list(llmproxy.lines_of(llmproxy.answered("application/json", json.dumps(doc))))
+        list(llmproxy.lines_of(llmproxy.answered("application/x-ndjson", json.dumps(doc))))
+
+
+def test_lines_are_cut_to_the_screen_and_searched() -> None:
+    from rich.cells import cell_len
+
+    text = "one two three four " + "x" * 30 + " Grüße 世界世界世界世界 end"
+    for width in (1, 2, 7, 20, 80):
+        pieces = list(llmproxy.wrapped(text, width))
+        assert "".join(piece for _, piece in pieces) == text
+        assert all(text[at:].startswith(piece) for at, piece in pieces)
+        assert all(cell_len(piece) <= max(width, 2) for _, piece in pieces)
+    assert list(llmproxy.wrapped("", 9)) == [(0, "")]
+    assert llmproxy.on_screen("a\tb\x1b[2J\x07") == "a   b?[2J?"
+    view = llmproxy.Opened(deque())
+    view.has_focus, view.number, view.call = True, 1, {"is_running": False}
+    view.lines = [("", f"line {n} " + "y" * 30) for n in range(50)]
+    view.fit(20, 10)
+    for key in "/LINE 3":
+        view.press(key)
+    view.press("enter")
+    assert len(view.matches()) == 11 and view.cut[view.found][0] == 3
+    view.fit(20, 10)
+    assert view.top <= view.found < view.top + 10
+    for key, line in (("n", 30), ("n", 31), ("N", 30), ("N", 3), ("N", 39)):
+        view.press(key)
+        assert view.cut[view.found][0] == line
+    for key, top in (("home", 0), ("pgdn", 9), ("down", 10), ("up", 9), ("end", 90), ("pgup", 81)):
+        view.press(key)
+        view.fit(20, 10)
+        assert view.top == top, key
+    view.press("f")
+    view.lines.append(("", "new"))
+    view.width = 0
+    view.fit(20, 10)
+    assert view.top + 10 == len(view.cut)
+    view.press("up")
+    assert not view.follows
+
+
+def test_calls_are_opened_on_a_terminal_and_exported(tmp_path: Path) -> None:
+    words = ["--port", "0", "--upstream", "mock:", "--state", "none"]
+    with process(*words, "--live", "off") as (_, url), Terminal("top", url, columns=80) as terminal:
+        for n in range(3):
+            doc = ask(f"word{n} it's\x1b[2J", n_keep=n, stream=n == 2)
+            head = {
+                "content-type": "application/json",
+                "authorization": "Bearer sk-aaaaaaaaaaaaaaaa",
+            }
+            request = urllib.request.Request(url + CHAT, json.dumps(doc).encode(), head)
+            assert b"mock" in urllib.request.urlopen(request).read()
+        for keys, text in (
+            (b"", "> timeout"), (b"\t", "miss"), (b"\r", "word2"), (b"f", "following"),
+            (b"", "answer number 3"), (b"/word\r", "1 x word"), (b"\x1b", "in flight"), (b"\x1b[B\r", "word1"),
+            (b"y", "copied; llmproxy calls --curl --id"), (b"r", "sent again as call"),
+            (b"", "what differs"), (b"", "+ This is answer number 4"), (b"\x1b", "in flight"), (b"\x1b", "> timeout"),
+        ):  # fmt: skip
+            terminal.press(keys, text)
+        sent = re.findall(r"\x1b\]52;c;([A-Za-z0-9+/=]+)\x07", terminal.seen)
+        assert terminal.gives_back(b"q")
+        copied = base64.b64decode(sent[0]).decode()
+
+        def export(*more: str, code: int = 0) -> str:
+            return cli("calls", *more, "--url", url, code=code)
+
+        curls = export("--curl", "--limit", "3").split("\ncurl ")
+        assert len(curls) == 3 and copied in (*curls, *(f"curl {text}" for text in curls))
+        found = shlex.split(copied.replace("\\\n", ""))
+        assert found[:4] == ["curl", "-X", "POST", url + CHAT]
+        assert "authorization: Bearer $LLMPROXY_API_KEY" in found and "sk-a" not in copied
+        assert json.loads(found[-1])["messages"][0]["content"] == "word1 it's\x1b[2J"
+        har = json.loads(export("--har", "--fate", "miss"))["log"]
+        assert [entry["response"]["status"] for entry in har["entries"]] == [200] * 4
+        assert "number 2" in har["entries"][1]["response"]["content"]["text"]
+        assert har["entries"][0]["timings"]["wait"] <= har["entries"][0]["time"]
+        lines = export("--jsonl").splitlines()
+        log_file = tmp_path / "calls.jsonl"
+        log_file.write_text("\n".join(lines))
+        report = json.loads(cli("replay", str(log_file), "--json"))
+        assert (report["calls"], report["different"], report["bad_lines"]) == (4, 3, 0)
+        assert len(export("--jsonl", "--id", str(json.loads(lines[0])["id"])).splitlines()) == 1
+        assert "holds no such call" in export("--curl", "--model", "none", code=1)
 
 
 # ---- Live table -------------------------------------------------------------
